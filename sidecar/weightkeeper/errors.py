@@ -1,0 +1,204 @@
+"""Every error that weightkeeper raises on purpose.
+
+One base, one meaning a class. `code` is stable text for logs, `status` and scripts. A message names the thing
+(path, tensor, GPU UUID, service) and the remedy; it is written to be read by the person who has to act.
+"""
+
+from dataclasses import dataclass
+
+
+class WeightkeeperError(Exception):
+    """Base of all errors below.
+
+    Attributes:
+        code: stable snake_case name of the cause.
+    """
+
+    code = "error"
+
+
+class ConfigError(WeightkeeperError):
+    """A setting, option or configuration file cannot be used as given."""
+
+    code = "config"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong with a checkpoint.
+
+    Attributes:
+        path: the file or directory, as the user named it.
+        code: stable snake_case name of the fault.
+        message: what is wrong and what to do about it.
+    """
+
+    path: str
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+class CheckpointError(WeightkeeperError):
+    """A checkpoint is refused; `faults` has every reason found, not only the first."""
+
+    code = "checkpoint"
+
+    def __init__(self, path: str, faults: list[Fault]):
+        self.path = path
+        self.faults = faults
+        lines = "\n".join(f"  - {fault}" for fault in faults)
+        super().__init__(f"{path} cannot be served, {len(faults)} fault(s):\n{lines}")
+
+
+class CheckpointChangedError(WeightkeeperError):
+    """A file of the checkpoint changed while it was being read."""
+
+    code = "checkpoint_changed"
+
+
+class MemoryKindError(WeightkeeperError):
+    """Shared memory could not be created, exported, sealed or mapped."""
+
+    code = "memory"
+
+
+class SocketPathError(WeightkeeperError):
+    """A socket path is too long, or its directory cannot be used."""
+
+    code = "socket_path"
+
+
+class SocketInUseError(WeightkeeperError):
+    """A live keeper answers on the socket that this one was told to use."""
+
+    code = "socket_in_use"
+
+
+class LoadFailedError(WeightkeeperError):
+    """The loader ended without publishing a model."""
+
+    code = "load_failed"
+
+
+class UnverifiedQuantizationError(WeightkeeperError):
+    """The model's quantization has no recorded evidence that it can be shared."""
+
+    code = "unverified_quantization"
+
+
+class ReleaseRefusedError(WeightkeeperError):
+    """Weights are not released because engines still map them."""
+
+    code = "release_refused"
+
+
+class CacheUnusableError(WeightkeeperError):
+    """Base of every cause for which an engine does not use the keeper's weights.
+
+    With `fallback: true` the engine loads from disk and logs the code; with `fallback: false` it ends with the cause.
+    """
+
+    code = "unusable"
+
+
+class NoSocketError(CacheUnusableError):
+    """There is no keeper socket at the path."""
+
+    code = "no_socket"
+
+
+class RefusedError(CacheUnusableError):
+    """The socket is there but nobody answers on it, or the keeper turned this user away."""
+
+    code = "refused"
+
+
+class WrongOwnerError(CacheUnusableError):
+    """The socket, its directory or its peer belongs to another user, or others may write there."""
+
+    code = "wrong_owner"
+
+
+class StillLoadingError(CacheUnusableError):
+    """The keeper was still loading when the engine's waiting time was over."""
+
+    code = "still_loading"
+
+
+class KeeperFailedError(CacheUnusableError):
+    """The keeper's last load failed; the message has its cause."""
+
+    code = "keeper_failed"
+
+
+class NotLoadedError(CacheUnusableError):
+    """The keeper holds no weights: they were released, or none was ever loaded."""
+
+    code = "not_loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One fingerprint field in which keeper and engine differ."""
+
+    field: str
+    keeper: str
+    engine: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: the keeper has {self.keeper}, the engine has {self.engine}"
+
+
+class MismatchError(CacheUnusableError):
+    """The keeper's weights were made under other conditions than the engine asks for."""
+
+    code = "mismatch"
+
+    def __init__(self, differences: list[Difference]):
+        self.differences = differences
+        super().__init__("; ".join(str(difference) for difference in differences))
+
+
+class SlotsError(CacheUnusableError):
+    """The keeper's tensors do not fit the engine's model one to one."""
+
+    code = "slots"
+
+
+class LostError(CacheUnusableError):
+    """The connection to the keeper broke off in the middle of an answer."""
+
+    code = "lost"
+
+
+class TimeLimitError(CacheUnusableError):
+    """The keeper did not answer within the time limit."""
+
+    code = "timeout"
+
+
+class ProtocolError(CacheUnusableError):
+    """A frame is malformed, over a limit, out of order or of another version."""
+
+    code = "protocol"
+
+
+class NoRoomError(CacheUnusableError):
+    """A disk load would put a second copy of the weights where there is no room for it."""
+
+    code = "no_room"
+
+
+class BuildFailedError(CacheUnusableError):
+    """The last engine that mapped these weights failed while it built its model on them."""
+
+    code = "build_failed"
+
+
+class UnsupportedError(CacheUnusableError):
+    """The engine's options cannot be combined with mapped weights (sleep mode, EPLB)."""
+
+    code = "unsupported"

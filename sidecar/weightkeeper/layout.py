@@ -1,0 +1,53 @@
+"""Where each tensor of a model lies inside an arena. Plain data, no torch: it crosses the socket as JSON."""
+
+from typing import Literal
+
+import msgspec
+
+ALIGNMENT = 512
+"""Bytes. Every storage starts at a multiple of it; what CUDA kernels and AVX-512 loads ask for is smaller."""
+
+Kind = Literal["parameter", "buffer", "attribute"]
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One tensor that can be reached from the model.
+
+    Attributes:
+        path: dotted path from the model, `model.layers.0.mlp.gate_up_proj.weight`; items of containers as `[key]`.
+        kind: a registered parameter, a registered buffer, or a tensor held in any other way.
+        dtype: torch's name without the prefix, `bfloat16`.
+        shape: elements in each dimension.
+        stride: elements between neighbours in each dimension.
+        offset: bytes from the start of the arena to the first element.
+        persistent: False for a buffer that is not part of the state dict.
+    """
+
+    path: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    persistent: bool = True
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A whole model in one arena.
+
+    Attributes:
+        tensors: each distinct tensor once; views of one storage overlap in the arena.
+        aliases: path → path of the tensor that is the same object (tied weights).
+        values: path → plain value that loading set on a module (`has_own_lm_head`, say).
+        nbytes: size of the arena in bytes.
+    """
+
+    tensors: tuple[Tensor, ...]
+    aliases: dict[str, str]
+    values: dict[str, bool | int | float | str | None]
+    nbytes: int
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """`nbytes` rounded up to the next multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
