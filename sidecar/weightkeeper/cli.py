@@ -9,7 +9,7 @@ import click
 from weightkeeper import __version__
 from weightkeeper.errors import ConfigError, WeightkeeperError
 
-COMMANDS = ("health", "inspect", "load", "release", "serve", "status", "supervise")
+COMMANDS = ("health", "history", "inspect", "load", "release", "restart", "serve", "status", "supervise")
 
 
 class Program(click.Group):

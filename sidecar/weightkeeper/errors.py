@@ -95,6 +95,45 @@ class ReleaseRefusedError(WeightkeeperError):
     code = "release_refused"
 
 
+class ComposeError(WeightkeeperError):
+    """Docker Compose refused the project or could not do what it was asked.
+
+    Attributes:
+        command: the command line that was run.
+        returncode: its exit code; None when it was ended because it took too long.
+        stdout: what it wrote, whole.
+        stderr: what it wrote, whole.
+    """
+
+    code = "compose"
+
+    def __init__(self, command: list[str], returncode: int | None, stdout: str, stderr: str, message: str):
+        self.command = command
+        self.returncode = returncode
+        self.stdout = stdout
+        self.stderr = stderr
+        ended = "ended" if returncode is None else f"exit code {returncode}"
+        super().__init__(f"{message} (`{' '.join(command)}`, {ended})")
+
+
+class DockerLostError(WeightkeeperError):
+    """Nobody answers on the Docker socket, or the connection broke off."""
+
+    code = "docker_lost"
+
+
+class ServiceError(WeightkeeperError):
+    """A service cannot be acted upon: it has no container, or Docker refused what was asked."""
+
+    code = "service"
+
+
+class NotSupervisedError(ServiceError):
+    """A service does not carry the label that lets the supervisor touch it."""
+
+    code = "not_supervised"
+
+
 class CacheUnusableError(WeightkeeperError):
     """Base of every cause for which an engine does not use the keeper's weights.
 

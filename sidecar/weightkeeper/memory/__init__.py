@@ -8,6 +8,8 @@ those maps them read-only at one contiguous range. Who only keeps descriptors ne
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from weightkeeper.errors import MemoryKindError
+
 MemoryKind = Literal["host", "cuda-vmm", "cuda-ipc"]
 
 
@@ -18,11 +20,13 @@ class Region(Protocol):
         address: of the first byte, in this process (a device address for CUDA kinds).
         nbytes: size of the range.
         writable: whether a store into it is allowed.
+        device: torch's name of where it is, `cpu` or `cuda:0`.
     """
 
     address: int
     nbytes: int
     writable: bool
+    device: str
 
     def close(self) -> None:
         """Unmap. The memory itself lives on while any process holds a descriptor or a mapping."""
@@ -38,6 +42,13 @@ class Arena(Protocol):
 
     region: Region
     sizes: tuple[int, ...]
+
+    def back(self, nbytes: int) -> None:
+        """Make sure that the first `nbytes` bytes have memory behind them; kinds that need it allocate no sooner.
+
+        Raises:
+            MemoryKindError: there is no room for the next segment.
+        """
 
     def seal(self) -> None:
         """End all writing, for good and for everybody, where the kind can. `region` is unmapped."""
@@ -74,3 +85,16 @@ class Memory(Protocol):
         Raises:
             MemoryKindError: a segment fails `check`, or the mapping was refused; nothing stays mapped.
         """
+
+
+def of_kind(kind: MemoryKind) -> Memory:
+    """The memory of a kind, with only its own imports.
+
+    Raises:
+        MemoryKindError: this version cannot map that kind.
+    """
+    if kind == "host":
+        from weightkeeper.memory.host import HostMemory
+
+        return HostMemory()
+    raise MemoryKindError(f"memory of kind {kind} cannot be mapped by this version of weightkeeper")

@@ -1,0 +1,21 @@
+"""The vLLM plugin: `--load-format weightkeeper` maps the keeper's weights, or says why it loads from disk.
+
+vLLM calls `register` in each of its processes; the loader itself runs only in workers.
+"""
+
+import os
+
+from weightkeeper import phases  # noqa: F401  its import is the moment from which phases are counted
+
+TAKE_IPC_CACHE = "WEIGHTKEEPER_TAKE_IPC_CACHE"
+"""Variable that, set to 1, also serves vLLM's own `--load-format ipc_cache` (our engine image sets it)."""
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`. May be called more than once."""
+    from weightkeeper import vllm_api
+    from weightkeeper.mapped_loader import MappedLoader
+
+    vllm_api.register_loader("weightkeeper", MappedLoader)
+    if os.environ.get(TAKE_IPC_CACHE) == "1":
+        vllm_api.register_loader("ipc_cache", MappedLoader)

@@ -1,0 +1,292 @@
+"""Every name of vLLM that weightkeeper uses, and what it needs of each. Nothing else imports vLLM.
+
+Written for vLLM 0.30 to 0.33. A name that moves in a later version is mended here and nowhere else.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import nn
+from vllm import __version__ as VLLM_VERSION
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms import current_platform
+
+__all__ = ["VLLM_VERSION", "BaseModelLoader", "LoadConfig", "ModelConfig", "VllmConfig", "init_logger"]
+
+
+def register_loader(load_format: str, loader: type[BaseModelLoader]) -> None:
+    """Make `--load-format load_format` use `loader`; a built-in format of that name is replaced."""
+    from vllm.model_executor.model_loader import register_model_loader
+
+    register_model_loader(load_format)(loader)
+
+
+def disk_loader(load_config: LoadConfig, load_format: str, extra_config: dict[str, Any]) -> BaseModelLoader:
+    """vLLM's own loader for `load_format`, with the rest of the user's load options."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    return get_model_loader(with_format(load_config, load_format, extra_config))
+
+
+def with_format(load_config: LoadConfig, load_format: str, extra_config: dict[str, Any]) -> LoadConfig:
+    """The user's load options with another format."""
+    return dataclasses.replace(load_config, load_format=load_format, model_loader_extra_config=extra_config)
+
+
+def engine_config(arguments: list[str]) -> VllmConfig:
+    """What `vllm serve ARGUMENTS…` would run with; `--config FILE` is read as the server reads it.
+
+    Raises:
+        ValueError: vLLM refuses the options; SystemExit where its parser does.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(add_help=False, argument_default=argparse.SUPPRESS))
+    arguments = parser.parse_args(arguments)
+    if getattr(arguments, "model_tag", None) is not None:
+        arguments.model = arguments.model_tag
+    engine = AsyncEngineArgs.from_cli_args(arguments)
+    return engine.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+@contextlib.contextmanager
+def process_group(vllm_config: VllmConfig, rank: int, init_method: str) -> Iterator[None]:
+    """vLLM's model-parallel groups for one loader, formed before and taken down after.
+
+    Args:
+        rank: of this loader, 0 ≤ rank < tensor × pipeline parallel size.
+        init_method: where the ranks meet, `file:///…` or `tcp://127.0.0.1:PORT`.
+    """
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+
+    parallel = vllm_config.parallel_config
+    sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    try:
+        init_distributed_environment(
+            world_size=sizes[0] * sizes[1],
+            rank=rank,
+            distributed_init_method=init_method,
+            local_rank=rank,
+            backend=current_platform.dist_backend,
+        )
+        with set_current_vllm_config(vllm_config):
+            ensure_model_parallel_initialized(*sizes)
+            yield
+    finally:
+        cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def default_dtype(model_config: ModelConfig) -> Iterator[None]:
+    """Parameters made without a dtype get the model's."""
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(model_config.dtype):
+        yield
+
+
+def build(vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, device: torch.device) -> nn.Module:
+    """The model with uninitialized tensors on `device` (`meta` for a skeleton)."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    with default_dtype(model_config), device:
+        return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+
+def process_weights(model: nn.Module, model_config: ModelConfig, device: torch.device) -> None:
+    """vLLM's own step after loading: layers derive scales, choose kernels, repack."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    with default_dtype(model_config):
+        process_weights_after_loading(model, model_config, device)
+
+
+@contextlib.contextmanager
+def without_cpu_repacking() -> Iterator[None]:
+    """On the CPU, let `process_weights` leave matrices as they were loaded, and layers compute on them in place.
+
+    vLLM packs each linear weight into an opaque private object and empties the original. Packed objects cannot be
+    shared, so the mapping would be read once and every engine would hold its own copy.
+    """
+    from vllm.model_executor.layers import utils
+
+    packing = utils.dispatch_cpu_unquantized_gemm
+
+    def plain(layer: nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim != 2:
+            packing(layer, remove_weight)  # convolutions and experts have kernels of their own
+        else:
+            layer.cpu_linear = nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = packing
+
+
+def quantization_methods(model: nn.Module) -> dict[str, str]:
+    """Class name of each quantization method in the model → path of the first layer that has it."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    methods: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            methods.setdefault(type(method).__name__, name or "the model")
+    return methods
+
+
+def is_cpu() -> bool:
+    """Whether this vLLM computes on the CPU."""
+    return current_platform.is_cpu()
+
+
+def device_name(rank: int) -> str:
+    """Name of the engine socket of one rank: the GPU's UUID, or `cpu-RANK`."""
+    if is_cpu():
+        return f"cpu-{rank}"
+    return current_platform.get_device_uuid(torch.accelerator.current_device_index())
+
+
+def model_rank() -> int:
+    """This process's rank in its model's tensor and pipeline parallel group."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_pp_group().rank_in_group * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
+
+
+def load_device(vllm_config: VllmConfig, load_config: LoadConfig) -> torch.device:
+    """Where the weights of this engine go."""
+    return torch.device(load_config.device or vllm_config.device_config.device)
+
+
+def checkpoint_path(model_config: ModelConfig) -> str:
+    """Local directory or file of the model; a Hugging Face name is looked up in the local cache only."""
+    if os.path.exists(model_config.model):
+        return model_config.model
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True)
+
+
+HARMLESS_VARIABLES = frozenset(
+    {
+        # where things lie, who may call, what is logged: none of it reaches a weight
+        "VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_CONFIGURE_LOGGING", "VLLM_DO_NOT_TRACK",
+        "VLLM_HOST_IP", "VLLM_LOGGING_COLOR", "VLLM_LOGGING_CONFIG_PATH", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX",
+        "VLLM_LOGGING_STREAM", "VLLM_LOG_STATS_INTERVAL", "VLLM_LOG_MODEL_INSPECTION", "VLLM_NO_USAGE_STATS",
+        "VLLM_PLUGINS", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_RPC_TIMEOUT", "VLLM_SERVER_DEV_MODE",
+        "VLLM_USAGE_SOURCE", "VLLM_USAGE_STATS_SERVER",
+        # how processes start, time out and end
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ENGINE_ITERATION_TIMEOUT_S", "VLLM_ENGINE_READY_TIMEOUT_S",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
+        "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "VLLM_ENABLE_STARTUP_PLAN",
+        # the KV cache and the threads of the CPU, and sampling: behind the weights
+        "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_DISABLE_COMPILE_CACHE", "VLLM_USE_MEGA_AOT_ARTIFACT",
+        # what vLLM sets by itself in a worker, to name its own rendezvous files
+        "VLLM_DIST_IDENT",
+    }
+)  # fmt: skip
+"""vLLM's variables that cannot change a weight. Every other one that is set is part of the fingerprint."""
+
+_FIELDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("model_config", "", (
+        "dtype", "quantization", "quantization_config", "revision", "code_revision", "runner_type", "convert_type",
+        "model_impl", "model_class_overrides", "config_format", "hf_overrides",
+        "word_embeddings_untied_by_checkpoint",
+    )),
+    ("parallel_config", "", (
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_rank",
+        "prefill_context_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "enable_eplb",
+        "expert_placement_strategy", "enable_ep_weight_filter",
+    )),
+    ("cache_config", "", ("cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype")),
+    ("kernel_config", "", ("moe_backend", "linear_backend", "linear_backend_per_quant")),
+    ("attention_config", "attention ", ("backend",)),
+    ("lora_config", "LoRA ", ("max_lora_rank", "max_loras", "fully_sharded_loras", "target_modules", "lora_dtype")),
+    ("speculative_config", "speculative ", ("method",)),
+    ("offload_config", "", ("offload_backend",)),
+)  # fmt: skip
+"""Part of VllmConfig, how its fields are named for people, and those that shape weights.
+
+A part that is None and a field that a version lacks read as null.
+"""
+
+MAX_VALUE = 1000
+"""Characters of a field's value; a longer one (the labels of a classifier) is compared by its digest."""
+
+_MULTIMODAL_FIELDS = (
+    "language_model_only", "limit_per_prompt", "mm_encoder_only", "mm_encoder_tp_mode", "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+)  # fmt: skip
+
+_MODEL_FILE_NOISE = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+
+
+def conditions(vllm_config: VllmConfig, model_config: ModelConfig, rank: int, load_format: str) -> dict[str, str]:
+    """Everything but file contents that shapes the weights of one rank, as fingerprint fields.
+
+    Has to be called before weights are loaded: post-processing may change the model's configuration.
+    """
+    fields = {
+        "architecture": _text(getattr(model_config.hf_config, "architectures", None)),
+        "device": current_platform.device_type if is_cpu() else _gpu(),
+        "load format": load_format,
+        "rank": str(rank),
+        "role": "target" if model_config is vllm_config.model_config else "draft",
+        "torch version": str(torch.__version__),
+        "vllm version": VLLM_VERSION,
+    }
+    for part, prefix, names in _FIELDS:
+        config = model_config if part == "model_config" else getattr(vllm_config, part, None)
+        fields.update({prefix + name.replace("_", " "): _text(getattr(config, name, None)) for name in names})
+    multimodal = model_config.multimodal_config
+    fields.update({name.replace("_", " "): _text(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS})
+    for name, value in model_config.hf_config.to_dict().items():
+        if name not in _MODEL_FILE_NOISE:
+            fields[f"model's {name}"] = _text(value)
+    for name, value in os.environ.items():
+        if name.startswith("VLLM_") and name not in HARMLESS_VARIABLES:
+            fields[f"variable {name}"] = value
+    return fields
+
+
+def _gpu() -> str:
+    capability = current_platform.get_device_capability()
+    return f"{current_platform.get_device_name()} {capability.as_version_str() if capability else ''}".strip()
+
+
+def _text(value: Any) -> str:
+    """A value as text that is equal in two processes where the value is; a digest where it is long."""
+    text = str(value) if isinstance(value, (str, torch.dtype)) else json.dumps(value, sort_keys=True, default=_plain)
+    return text if len(text) <= MAX_VALUE else f"blake3 {blake3(text.encode()).hexdigest()}"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(item) for item in value)
+    if callable(getattr(value, "to_dict", None)):
+        return value.to_dict()
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+    return str(value)

@@ -1,0 +1,155 @@
+"""Real keepers and real engines as processes, for tests with vLLM."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weightkeeper import client
+from weightkeeper.errors import WeightkeeperError
+from weightkeeper.protocol import Status
+
+PROMPTS = ["The capital of France is", "def write(out):\n    return"]
+QUIET = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+START_SECONDS = 180
+
+
+class Keeper:
+    """A running `weightkeeper serve` of its own, with its socket directory and log."""
+
+    def __init__(self, model: Path, **options: Any):
+        self.dir = Path(tempfile.mkdtemp(prefix="wk"))
+        self.sockets = self.dir / "run"
+        self.sockets.mkdir(mode=0o700)
+        self.config = self.dir / "engine.yaml"
+        self.write(model, **options)
+        self.log = (self.dir / "log").open("w+")
+        self.process = self._start()
+
+    def write(self, model: Path, **options: Any) -> None:
+        """The engine's options as both sides read them."""
+        values = {"model": str(model), "load-format": "weightkeeper", "dtype": "bfloat16", "max-model-len": 256}
+        values |= {"enforce-eager": True, "kv-cache-memory-bytes": 64 << 20}
+        self.config.write_text(yaml.safe_dump(values | {k.replace("_", "-"): v for k, v in options.items()}))
+
+    def _start(self) -> subprocess.Popen:
+        command = [sys.executable, "-m", "weightkeeper.cli", "serve"]
+        command += ["--socket-dir", str(self.sockets), "--config", str(self.config)]
+        return subprocess.Popen(command, stderr=self.log, stdout=self.log, env=os.environ | QUIET)
+
+    def status(self) -> Status:
+        return client.status(str(self.sockets))
+
+    def wait(self, state: str) -> Status:
+        """The status once it is in this state; a test fails where it settles in another."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                status = self.status()
+            except WeightkeeperError:
+                assert self.process.poll() is None, self.text()
+            else:
+                if status.state == state:
+                    return status
+                assert status.state in ("loading", "empty"), f"{status.state}: {status.failure}\n{self.text()}"
+            time.sleep(0.1)
+        raise AssertionError(f"not {state} within {START_SECONDS} s\n{self.text()}")
+
+    def text(self) -> str:
+        self.log.flush()
+        return (self.dir / "log").read_text()
+
+    def extra(self, **options: Any) -> dict[str, Any]:
+        return {"socket_dir": str(self.sockets)} | options
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=10)
+        self.log.close()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+
+@contextmanager
+def keeper(model: Path, **options: Any) -> Iterator[Keeper]:
+    """A keeper that is ready with `model`."""
+    running = Keeper(model, **options)
+    try:
+        running.wait("ready")
+        yield running
+    finally:
+        running.close()
+
+
+class Engine:
+    """A started `engine_run.py`; `answer` waits for its result."""
+
+    def __init__(self, model: Path, *, environment: dict[str, str] | None = None, **request: Any):
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the engine
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_run.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=os.environ | QUIET | (environment or {}),
+        )
+        self.process.stdin.write(json.dumps({"model": str(model), "prompts": PROMPTS} | request) + "\n")
+        self.process.stdin.flush()
+        self._lines: list[str] = []
+
+    def answer(self) -> dict[str, Any]:
+        for line in self.process.stdout:
+            self._lines.append(line)
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+        raise AssertionError(f"the engine ended without an answer:\n{self.log()[-4000:]}")
+
+    def log(self) -> str:
+        self.errors.seek(0)
+        return "".join(self._lines) + self.errors.read()
+
+    def end(self) -> int:
+        """Let a held engine go and wait for its end."""
+        if not self.process.stdin.closed:
+            self.process.stdin.close()
+        self._lines += self.process.stdout
+        return self.process.wait(timeout=60)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(timeout=30)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.errors.close()
+
+
+def run(model: Path, **request: Any) -> tuple[dict[str, Any], str]:
+    """One engine from start to end: its answer and its log."""
+    with Engine(model, **request) as engine:
+        answer = engine.answer()
+        engine.end()
+        return answer, engine.log()
+
+
+def mapped(model: Path, running: Keeper, **request: Any) -> tuple[dict[str, Any], str]:
+    """One engine on a keeper's weights, which must not fall back."""
+    extra = running.extra(fallback=False) | request.pop("extra", {})
+    return run(model, load_format="weightkeeper", extra=extra, **request)

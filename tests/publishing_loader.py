@@ -1,0 +1,137 @@
+"""A loader for tests: speaks the loader channel as `weightkeeper.loader` does, without vLLM.
+
+    python publishing_loader.py [--plan JSON] --config FILE --channel FD
+
+The plan says what to do. It is read from the config file where that has a `plan:` line, so that a test can change it
+between two loads of one keeper.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from weightkeeper.frames import Channel, Limits
+from weightkeeper.layout import Layout, Tensor
+from weightkeeper.memory.host import HostMemory
+from weightkeeper.protocol import (
+    MAX_DESCRIPTORS,
+    VERSION,
+    Failed,
+    FromKeeper,
+    Hello,
+    Progress,
+    Publish,
+    Receipt,
+    Segments,
+    Welcome,
+)
+
+PLAN = {
+    "model": "/models/tiny",
+    "ranks": 1,
+    "nbytes": 1 << 20,  # of each rank
+    "fill": 7,  # value of every byte
+    "tensors": 1,
+    "fingerprint": {"dtype": "bfloat16"},
+    "stop_at": "",  # a stage at which to write a line to the file `stopped` and sleep until killed
+    "exit_at": "",  # a stage at which to print `last_words` and exit with `exit_code`
+    "exit_code": 3,
+    "last_words": "",
+    "failed": None,  # [code, message] instead of Publish
+    "device": "cpu-{rank}",
+    "unsealed": False,
+    "changes": {},  # fields of Publish in place of the right ones
+    "stopped": "",
+    "linger": False,
+}
+
+
+class Loader:
+    def __init__(self, plan: dict, channel: Channel):
+        self.plan, self.channel = plan, channel
+
+    def stage(self, name: str) -> None:
+        """A place at which a plan can stop the loader or end it."""
+        if self.plan["exit_at"] == name:
+            print(self.plan["last_words"], file=sys.stderr, flush=True)
+            sys.exit(self.plan["exit_code"])
+        if self.plan["stop_at"] == name:
+            Path(self.plan["stopped"]).write_text(f"{os.getpid()}\n")
+            signal.pause()
+
+    def run(self) -> None:
+        self.stage("start")
+        self.channel.send(Hello(VERSION, "loader", "test"))
+        assert isinstance(self.channel.receive().message, Welcome)
+        self.stage("hello")
+        total = self.plan["ranks"] * self.plan["nbytes"]
+        self.channel.send(Progress("reading", total // 2, total))
+        self.stage("progress")
+        if self.plan["failed"]:
+            self.channel.send(Failed(*self.plan["failed"]))
+            self.channel.receive()
+            sys.exit(1)
+        for rank in range(self.plan["ranks"]):
+            self.publish(rank)
+        if self.plan["linger"]:
+            self.stage("published")
+            time.sleep(3600)
+
+    def publish(self, rank: int) -> None:
+        arena = HostMemory().create(self.plan["nbytes"])
+        ctypes.memset(arena.region.address, self.plan["fill"], self.plan["nbytes"])
+        if not self.plan["unsealed"]:
+            arena.seal()
+        descriptors = arena.export()
+        message = self.message(rank, arena.sizes)
+        self.channel.send(message)
+        self.stage(f"publish {rank}")
+        for first in range(0, len(descriptors), MAX_DESCRIPTORS):
+            self.channel.send(Segments(first), descriptors[first : first + MAX_DESCRIPTORS])
+        answer = self.channel.receive().message
+        print(f"keeper: {answer}", file=sys.stderr, flush=True)
+        self.stage(f"rank {rank}")
+        for descriptor in descriptors:
+            os.close(descriptor)
+        arena.close()
+
+    def message(self, rank: int, sizes: tuple[int, ...]) -> Publish:
+        count, nbytes = self.plan["tensors"], self.plan["nbytes"]
+        tensors = tuple(
+            Tensor(f"model.layers.{index}.weight", "parameter", "uint8", (nbytes // count,), (1,), 0) for index in range(count)
+        )
+        fields = {
+            "device": self.plan["device"].format(rank=rank),
+            "rank": rank,
+            "world_size": self.plan["ranks"],
+            "model": self.plan["model"],
+            "fingerprint": self.plan["fingerprint"],
+            "receipts": (Receipt("model.safetensors", nbytes, 1, 2, 3, "ab" * 32),),
+            "kind": "host",
+            "sizes": sizes,
+            "layout": Layout(tensors, {"lm_head.weight": tensors[0].path}, {"has_head": True}, nbytes),
+        }
+        return Publish(**(fields | self.plan["changes"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plan", default="{}")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--channel", required=True, type=int)
+    arguments = parser.parse_args()
+    config = yaml.safe_load(Path(arguments.config).read_text()) or {}
+    plan = PLAN | json.loads(arguments.plan) | (config.get("plan") or {})
+    Loader(plan, Channel(socket.socket(fileno=arguments.channel), Limits(FromKeeper))).run()
+
+
+if __name__ == "__main__":
+    main()

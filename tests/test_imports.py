@@ -1,0 +1,91 @@
+"""The direction in which modules import each other, and what each process must never load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weightkeeper
+
+PACKAGE = Path(weightkeeper.__file__).parent
+
+LAYERS = [
+    {"errors", "layout", "phases"},
+    {"engine_config", "options", "verified", "memory", "safetensors_header"},
+    {"protocol"},
+    {"checkpoint", "frames", "sockets", "fingerprint"},
+    {"identity", "room"},
+    {"channel", "listening", "holding", "sessions", "loading", "client"},
+    {"keeper"},
+    {"slots", "tensors", "vllm_api"},
+    {"capture", "restore", "mapping"},
+    {"rank_loader", "mapped_loader"},
+    {"loader", "plugin", "supervisor"},
+    {"commands"},
+    {"cli"},
+]
+"""A module imports from its own layer and those before it."""
+
+WITHOUT_TORCH = [
+    "keeper",
+    "client",
+    "loader",
+    "cli",
+    "supervisor",
+    "checkpoint",
+    "identity",
+    "commands.serve",
+    "commands.supervise",
+]
+
+
+def layer(module: str) -> int:
+    for number, names in enumerate(LAYERS):
+        if module in names:
+            return number
+    raise AssertionError(f"weightkeeper.{module} has no layer in this test; give it one")
+
+
+def imported(file: Path) -> set[str]:
+    """Modules of the package that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "weightkeeper":
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weightkeeper."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("weightkeeper.")}
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_one_way(file):
+    """checkpoint → loader → memory → keeper → protocol → client → plugin: nothing imports what comes after it."""
+    module = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if module in ("__init__", "__main__"):
+        return
+    later = {name for name in imported(file) if layer(name) > layer(module)}
+    assert not later, f"{module} imports {later}, which come after it"
+
+
+def test_only_one_module_names_vllm():
+    """Everything private of vLLM is in vllm_api."""
+    naming = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            if any(name.split(".")[0] == "vllm" for name in names):
+                naming.append(file.name)
+    assert set(naming) == {"vllm_api.py"}
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_small_processes_load_neither_torch_nor_vllm(module):
+    """The keeper, the client, the supervisor and the loader's first half start without them."""
+    script = f"import sys, weightkeeper.{module}; print(sorted({{'torch', 'vllm', 'numpy'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
