@@ -1,7 +1,12 @@
 """One real vLLM engine in one process, for tests: reads a JSON request on standard input, prints a JSON answer.
 
+With `--listen SOCKET` it imports vLLM once and forks an engine for each connection, which brings the engine's standard
+streams as descriptors and its environment as JSON; the exit status goes back over it.
+
 Request: `model`, `load_format`, `extra` (loader extra config), `prompts`, `max_tokens`, `repack` (False switches the
-CPU's repacking off for a disk load, as zero-copy does), `hold` (keep running until standard input ends).
+CPU's repacking off for a disk load, as zero-copy does), `hold` (keep running until standard input ends), `blind`
+(believe the keeper's receipts whatever the files hold: a negative control that no setting of the product has),
+`break_build` (fail after the skeleton).
 Answer, one line that begins with RESULT: `tokens`, `logprobs`, `parameter_bytes` (all, and those on the shared
 mapping), `mapped` (bytes and proportional set size of the mapping, read from /proc/self/smaps).
 """
@@ -9,18 +14,22 @@ mapping), `mapped` (bytes and proportional set size of the mapping, read from /p
 import contextlib
 import json
 import os
+import select
+import signal
+import socket
 import sys
+import threading
+import traceback
 
-os.environ.update(
-    {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-)
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+os.environ.update(SETTINGS)
 
 MAPPING = "/memfd:weightkeeper"
 
@@ -29,8 +38,12 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     from vllm import LLM, SamplingParams
 
-    from weightkeeper import vllm_api
+    from weightkeeper import identity, mapped_loader, vllm_api
 
+    if request.get("blind"):
+        mapped_loader.digests = lambda _, known: identity.Digests({file.name: file.blake3 for file in known}, ())
+    if request.get("break_build"):
+        mapped_loader.bind = broken
     unpacked = contextlib.nullcontext() if request.get("repack", True) else vllm_api.without_cpu_repacking()
     with unpacked:
         llm = LLM(
@@ -67,6 +80,10 @@ def main() -> None:
         sys.stdin.read()
 
 
+def broken(*_: object, **__: object) -> None:
+    raise RuntimeError("binding was broken on purpose")
+
+
 def ranges() -> list[tuple[int, int]]:
     """Address ranges of the shared mapping, by the kernel's account."""
     with open("/proc/self/maps") as maps:
@@ -95,5 +112,65 @@ def mapped() -> dict[str, int]:
     return totals
 
 
+def listen(path: str) -> None:
+    """Fork an engine for each connection until standard input ends."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401  the heaviest part of a start
+    from vllm import LLM  # noqa: F401
+
+    if threading.active_count() != 1:
+        sys.exit(f"{threading.active_count()} threads after the imports; a fork would hang")
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno())
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    children: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([server, woken, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return
+        if woken in ready:
+            woken.recv(4096)
+            while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                with children.pop(ended[0]) as connection, contextlib.suppress(OSError):
+                    connection.sendall(json.dumps(os.waitstatus_to_exitcode(ended[1])).encode())
+        if server in ready:
+            connection, _ = server.accept()
+            environment, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                become(json.loads(environment), streams)
+            for stream in streams:
+                os.close(stream)
+            children[pid] = connection
+            connection.sendall(f"{pid}\n".encode())
+
+
+def become(environment: dict[str, str], streams: list[int]) -> None:
+    """Be the forked engine; does not return."""
+    code = 1
+    try:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.closerange(3, 512)
+        os.environ.clear()
+        os.environ.update(environment | SETTINGS)
+        sys.stdin, sys.stdout, sys.stderr = (open(n, "r" if n == 0 else "w", closefd=False) for n in range(3))  # noqa: SIM115
+        main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--listen"]:
+        listen(sys.argv[2])
+    else:
+        main()

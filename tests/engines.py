@@ -1,13 +1,17 @@
 """Real keepers and real engines as processes, for tests with vLLM."""
 
+import atexit
+import contextlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +74,29 @@ class Keeper:
             time.sleep(0.1)
         raise AssertionError(f"not {state} within {START_SECONDS} s\n{self.text()}")
 
+    def settle(self) -> Status:
+        """The status once no loader runs."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                status = self.status()
+                if status.state not in ("loading", "empty"):
+                    return status
+            except WeightkeeperError:
+                assert self.process.poll() is None, self.text()
+            time.sleep(0.1)
+        raise AssertionError(f"still loading after {START_SECONDS} s\n{self.text()}")
+
+    def until(self, condition: Callable[[Status], bool]) -> Status:
+        """The status once the condition holds."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            status = self.status()
+            if condition(status):
+                return status
+            time.sleep(0.1)
+        raise AssertionError(f"not so within {START_SECONDS} s\n{self.text()}")
+
     def text(self) -> str:
         self.log.flush()
         return (self.dir / "log").read_text()
@@ -95,25 +122,68 @@ def keeper(model: Path, **options: Any) -> Iterator[Keeper]:
         running.close()
 
 
+class Prefork:
+    """A process that has imported vLLM once and forks the engines of the tests."""
+
+    _running: "Prefork | None" = None
+
+    def __init__(self):
+        self.dir = tempfile.mkdtemp(prefix="wk")
+        self.path = f"{self.dir}/engines.sock"
+        script = Path(__file__).with_name("engine_run.py")
+        self.log = open(f"{self.dir}/log", "w+")  # noqa: SIM115  closed at the end
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), "--listen", self.path],
+            stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, env=os.environ | QUIET,
+        )  # fmt: skip
+        deadline = time.monotonic() + START_SECONDS
+        while not Path(self.path).exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"no engines can be started:\n{Path(self.log.name).read_text()}")
+            time.sleep(0.05)
+
+    @classmethod
+    def get(cls) -> "Prefork":
+        if cls._running is None:
+            cls._running = cls()
+            atexit.register(cls._running.close)
+        return cls._running
+
+    def fork(self, streams: list[int], environment: dict[str, str]) -> socket.socket:
+        """A connection that first says the process id, then, at its end, the exit status."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(START_SECONDS)
+        connection.connect(self.path)
+        socket.send_fds(connection, [json.dumps(environment).encode()], streams)
+        return connection
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+        self.log.close()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+
 class Engine:
-    """A started `engine_run.py`; `answer` waits for its result."""
+    """A started engine (see engine_run.py); `answer` waits for its result."""
 
     def __init__(self, model: Path, *, environment: dict[str, str] | None = None, **request: Any):
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the engine
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("engine_run.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env=os.environ | QUIET | (environment or {}),
-        )
-        self.process.stdin.write(json.dumps({"model": str(model), "prompts": PROMPTS} | request) + "\n")
-        self.process.stdin.flush()
+        reading, self._input = os.pipe()
+        output, writing = os.pipe()
+        streams = [reading, writing, self.errors.fileno()]
+        self._connection = Prefork.get().fork(streams, os.environ | QUIET | (environment or {}))
+        os.close(reading)
+        os.close(writing)
+        self._output = os.fdopen(output)
+        self._told = self._connection.makefile()
+        self.pid = int(self._told.readline())
+        self.status: int | None = None
         self._lines: list[str] = []
+        os.write(self._input, (json.dumps({"model": str(model), "prompts": PROMPTS} | request) + "\n").encode())
 
     def answer(self) -> dict[str, Any]:
-        for line in self.process.stdout:
+        for line in self._output:
             self._lines.append(line)
             if line.startswith("RESULT "):
                 return json.loads(line.removeprefix("RESULT "))
@@ -123,21 +193,30 @@ class Engine:
         self.errors.seek(0)
         return "".join(self._lines) + self.errors.read()
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.kill(self.pid, signal.SIGKILL)
+
     def end(self) -> int:
-        """Let a held engine go and wait for its end."""
-        if not self.process.stdin.closed:
-            self.process.stdin.close()
-        self._lines += self.process.stdout
-        return self.process.wait(timeout=60)
+        """Let a held engine go, wait for its end and return its exit status."""
+        if self._input >= 0:
+            os.close(self._input)
+            self._input = -1
+        self._lines += self._output
+        if self.status is None:
+            self.status = int(self._told.read())
+        return self.status
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        if self.status is None:
+            self.kill()
+        self.end()
+        self._told.close()
+        self._connection.close()
+        self._output.close()
         self.errors.close()
 
 

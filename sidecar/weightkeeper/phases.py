@@ -13,10 +13,9 @@ class Phases:
 
     def __init__(self) -> None:
         now = time.monotonic()
-        self.seconds: dict[str, float] = {
-            "python and imports": max(0.0, process_age() - (now - STARTED)),
-            "engine setup": now - STARTED,
-        }
+        age = process_age()
+        setup = min(now - STARTED, age)  # a process forked after the imports is younger than they are
+        self.seconds: dict[str, float] = {"python and imports": age - setup, "engine setup": setup}
         self._last = now
 
     def end(self, name: str) -> None:
