@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 from badinputs.broken import CASES, INDEX, ONE, SHARD_1, SHARD_2, Case, build, index, link, one, safetensors
 
 from weightkeeper import checkpoint as checkpoint_module
+from weightkeeper import files as files_module
 from weightkeeper import weight_set
 from weightkeeper.checkpoint import MAX_FAULTS, open_checkpoint
 from weightkeeper.errors import CheckpointError
@@ -328,6 +330,23 @@ def test_files_that_vanish_while_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "choose", choose_then_lose)
     error = refused(tmp_path)
     assert [fault.code for fault in error.faults] == ["missing"] * 4
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_turns_into_a_fifo(tmp_path, monkeypatch):
+    """A FIFO put in a file's place between looking and opening does not hang the reader."""
+    path = make(tmp_path, {ONE: one()}) / ONE
+    real = os.stat
+
+    def stat_then_swap(each, **options):
+        status = real(each, **options)
+        if each == path and stat.S_ISREG(status.st_mode):
+            path.unlink()
+            os.mkfifo(path)
+        return status
+
+    monkeypatch.setattr(files_module.os, "stat", stat_then_swap)
+    assert [fault.code for fault in refused(tmp_path).faults] == ["not_a_file"]
 
 
 def test_the_list_of_faults_has_an_end(tmp_path):

@@ -167,6 +167,7 @@ def test_load_replaces_what_is_held_and_keeps_it_when_the_new_load_fails(tmp_pat
         assert answer["tokens"] == disk["tokens"]
 
 
+@pytest.mark.filterwarnings("ignore")  # vLLM is imported here, and torch warns about itself
 @pytest.mark.parametrize(("option", "words"), [("sleep", "enable-sleep-mode moves"), ("eplb", "enable-eplb rewrites")])
 def test_options_that_move_weights_end_the_start_in_zero_copy_only(option, words):
     """Refused by name and without a fallback. vLLM itself refuses both on the CPU, so the check is called directly."""

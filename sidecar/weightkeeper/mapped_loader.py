@@ -10,6 +10,7 @@ from weightkeeper.checkpoint import open_checkpoint
 from weightkeeper.errors import (
     BuildFailedError,
     CacheUnusableError,
+    CheckpointChangedError,
     CheckpointError,
     ConfigError,
     MemoryKindError,
@@ -27,7 +28,7 @@ from weightkeeper.vllm_api import BaseModelLoader, LoadConfig, ModelConfig, Vllm
 
 logger = vllm_api.init_logger("vllm.weightkeeper")
 
-CAUSES = (CacheUnusableError, CheckpointError, MemoryKindError)
+CAUSES = (CacheUnusableError, CheckpointError, CheckpointChangedError, MemoryKindError)
 """What sends an engine to the disk under `fallback: true`."""
 
 

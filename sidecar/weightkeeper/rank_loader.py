@@ -55,7 +55,10 @@ def load_rank(
         model = vllm_api.build(vllm_config, model_config, "", device)
         _check_methods(model)
         before = plain_values(model)
-        disk = vllm_api.disk_loader(vllm_config.load_config, options.disk_load_format, options.disk_extra_config)
+        load_format = options.disk_load_format
+        if load_format == "auto":
+            load_format = checkpoint.load_format  # the files that were hashed, and no others
+        disk = vllm_api.disk_loader(vllm_config.load_config, load_format, options.disk_extra_config)
         with vllm_api.default_dtype(model_config), _counted(model, checkpoint.nbytes, progress):
             disk.load_weights(model, model_config)
         identity.check_unchanged(checkpoint, receipts)
