@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_
 class KeeperProcess:
     """`weightkeeper serve` in a directory of its own."""
 
-    def __init__(self, directory: Path, *options: str, program: tuple[str, ...] = ("-m", "weightkeeper.cli"), **plan: Any):
+    def __init__(
+        self, directory: Path, *options: str, program: tuple[str, ...] = ("-m", "weightkeeper.cli"), **plan: Any
+    ):
         self.directory = directory
         self.socket_dir = str(directory / "run")
         self.config = directory / "engine.yaml"
@@ -51,11 +53,11 @@ class KeeperProcess:
         new.write_text(text)
         new.rename(self.config)
 
-    def start(self, with_config: bool = True, **settings: Any) -> "KeeperProcess":
+    def start(self, with_config: bool = True, loader: str = LOADER, **settings: Any) -> "KeeperProcess":
         config = ["--config", str(self.config)] if with_config else []
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._command, *config, "--loader", LOADER],
+                [*self._command, *config, "--loader", loader, "--poll-seconds", "0.2"],
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -125,9 +127,30 @@ def connected(path: str, role: str | None = None, name: str = "") -> Iterator[Ch
         channel.close()
 
 
+def links_of(pid: int) -> list[str]:
+    """What a process's descriptors are, `/memfd:weightkeeper (deleted)`, say."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
+
+
 def descriptors_of(pid: int | str = "self") -> int:
     """How many descriptors a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def settled_descriptors(pid: int) -> int:
+    """How many descriptors a keeper has open when no loader runs and no connection is just closing."""
+
+    def settled() -> int | None:
+        links = links_of(pid)
+        time.sleep(0.05)
+        is_settled = sorted(links) == sorted(links_of(pid)) and not any("pidfd" in link for link in links)
+        return len(links) if is_settled else None
+
+    return wait_for(settled, "no descriptors coming and going")
 
 
 def as_user(uid: int, action: Callable[[], Any]) -> str:

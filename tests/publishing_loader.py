@@ -12,10 +12,12 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import yaml
 
 from weightkeeper.frames import Channel, Limits
@@ -41,7 +43,7 @@ PLAN = {
     "fill": 7,  # value of every byte
     "tensors": 1,
     "fingerprint": {"dtype": "bfloat16"},
-    "stop_at": "",  # a stage at which to write a line to the file `stopped` and sleep until killed
+    "stop_at": "",  # a stage at which to write the file `stopped` and to wait for SIGUSR1
     "exit_at": "",  # a stage at which to print `last_words` and exit with `exit_code`
     "exit_code": 3,
     "last_words": "",
@@ -51,6 +53,11 @@ PLAN = {
     "changes": {},  # fields of Publish in place of the right ones
     "stopped": "",
     "linger": False,
+    "segments": 1,  # of each rank; every byte of segment number N is N where there are several
+    "models": None,  # a name for each rank
+    "tensor": {},  # fields of the first tensor in place of the right ones
+    "aliases": None,
+    "child": "",  # file for the pid of a child process that is left behind
 }
 
 
@@ -64,10 +71,15 @@ class Loader:
             print(self.plan["last_words"], file=sys.stderr, flush=True)
             sys.exit(self.plan["exit_code"])
         if self.plan["stop_at"] == name:
-            Path(self.plan["stopped"]).write_text(f"{os.getpid()}\n")
-            signal.pause()
+            stopped = Path(self.plan["stopped"])
+            stopped.with_suffix(".new").write_text(f"{os.getpid()}\n")
+            stopped.with_suffix(".new").rename(stopped)
+            signal.sigwait([signal.SIGUSR1])
 
     def run(self) -> None:
+        if self.plan["child"]:
+            child = subprocess.Popen(["sleep", "600"], close_fds=False)
+            Path(self.plan["child"]).write_text(str(child.pid))
         self.stage("start")
         self.channel.send(Hello(VERSION, "loader", "test"))
         assert isinstance(self.channel.receive().message, Welcome)
@@ -86,13 +98,18 @@ class Loader:
             time.sleep(3600)
 
     def publish(self, rank: int) -> None:
-        arena = HostMemory().create(self.plan["nbytes"])
-        ctypes.memset(arena.region.address, self.plan["fill"], self.plan["nbytes"])
-        if not self.plan["unsealed"]:
-            arena.seal()
-        descriptors = arena.export()
-        message = self.message(rank, arena.sizes)
-        self.channel.send(message)
+        descriptors, sizes = [], []
+        count = self.plan["segments"]
+        for index in range(count):
+            arena = HostMemory().create(self.plan["nbytes"])
+            value = index if count > 1 else self.plan["fill"]
+            ctypes.memset(arena.region.address, value, self.plan["nbytes"])
+            if not self.plan["unsealed"]:
+                arena.seal()
+            descriptors += arena.export()
+            sizes += arena.sizes
+            arena.close()
+        self.channel.send(self.message(rank, tuple(sizes)))
         self.stage(f"publish {rank}")
         for first in range(0, len(descriptors), MAX_DESCRIPTORS):
             self.channel.send(Segments(first), descriptors[first : first + MAX_DESCRIPTORS])
@@ -101,28 +118,32 @@ class Loader:
         self.stage(f"rank {rank}")
         for descriptor in descriptors:
             os.close(descriptor)
-        arena.close()
 
     def message(self, rank: int, sizes: tuple[int, ...]) -> Publish:
-        count, nbytes = self.plan["tensors"], self.plan["nbytes"]
-        tensors = tuple(
-            Tensor(f"model.layers.{index}.weight", "parameter", "uint8", (nbytes // count,), (1,), 0) for index in range(count)
-        )
+        plan, nbytes = self.plan, self.plan["nbytes"]
+        tensors = [
+            Tensor(f"model.layers.{index}.weight", "parameter", "uint8", (nbytes,), (1,), 0)
+            for index in range(plan["tensors"])
+        ]
+        changed = {name: tuple(value) if isinstance(value, list) else value for name, value in plan["tensor"].items()}
+        tensors[0] = msgspec.structs.replace(tensors[0], **changed)
+        aliases = {"lm_head.weight": tensors[0].path} if plan["aliases"] is None else plan["aliases"]
         fields = {
-            "device": self.plan["device"].format(rank=rank),
+            "device": plan["device"].format(rank=rank),
             "rank": rank,
-            "world_size": self.plan["ranks"],
-            "model": self.plan["model"],
-            "fingerprint": self.plan["fingerprint"],
+            "world_size": plan["ranks"],
+            "model": plan["models"][rank] if plan["models"] else plan["model"],
+            "fingerprint": plan["fingerprint"],
             "receipts": (Receipt("model.safetensors", nbytes, 1, 2, 3, "ab" * 32),),
             "kind": "host",
             "sizes": sizes,
-            "layout": Layout(tensors, {"lm_head.weight": tensors[0].path}, {"has_head": True}, nbytes),
+            "layout": Layout(tuple(tensors), aliases, {"has_head": True}, nbytes),
         }
-        return Publish(**(fields | self.plan["changes"]))
+        return Publish(**(fields | plan["changes"]))
 
 
 def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     parser = argparse.ArgumentParser()
     parser.add_argument("--plan", default="{}")
     parser.add_argument("--config", required=True)

@@ -12,18 +12,20 @@ import weightkeeper
 PACKAGE = Path(weightkeeper.__file__).parent
 
 LAYERS = [
-    {"errors", "layout", "phases"},
-    {"engine_config", "options", "verified", "memory", "safetensors_header"},
-    {"protocol"},
+    {"errors", "layout", "phases", "quantities"},
+    {"engine_config", "options", "verified", "memory", "files"},
+    {"protocol", "safetensors_header", "weight_set"},
     {"checkpoint", "frames", "sockets", "fingerprint"},
-    {"identity", "room"},
-    {"channel", "listening", "holding", "sessions", "loading", "client"},
+    {"changes", "hashing", "room"},
+    {"identity", "channel", "listening", "accepting", "holding"},
+    {"store", "retry_key", "client"},
+    {"sessions", "loading"},
     {"keeper"},
-    {"slots", "tensors", "vllm_api"},
-    {"capture", "restore", "mapping"},
+    {"slots", "tensors", "vllm_api", "guard"},
+    {"capture", "restore", "mapping", "adapt", "budget"},
     {"rank_loader", "mapped_loader"},
     {"loader", "plugin", "supervisor"},
-    {"commands"},
+    {"command_options", "commands"},
     {"cli"},
 ]
 """A module imports from its own layer and those before it."""

@@ -120,7 +120,7 @@ def test_a_mapping_cannot_be_made_writable(memory, sealed, descriptor):
 def test_sealed_memory_cannot_be_changed(descriptor, attempt, reopened):
     """Not by the descriptor that is handed out, and not by opening it again with more rights."""
     used = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR) if reopened else os.dup(descriptor)
-    with pytest.raises(OSError, match="not permitted|Permission denied|Bad file descriptor|Invalid argument"):
+    with pytest.raises(OSError, match=r"not permitted|Permission denied|Bad file descriptor|Invalid argument"):
         attempt(used)
     assert os.pread(used, 16, 0) == b"\x07" * 16
     assert os.fstat(used).st_size == MEGABYTE
@@ -137,7 +137,9 @@ def test_sealing_names_a_mapping_that_is_still_writable(memory):
     """A second writable mapping keeps the seal away, and the error says so."""
     arena = memory.create(4096)
     second = mmap.mmap(arena._descriptor, 4096)
-    with pytest.raises(MemoryKindError, match="4096 bytes .* could not be sealed: it is still mapped writable somewhere"):
+    with pytest.raises(
+        MemoryKindError, match=r"4096 bytes .* could not be sealed: it is still mapped writable somewhere"
+    ):
         arena.seal()
     second.close()
     arena.close()
@@ -175,6 +177,7 @@ def test_nothing_stays_mapped_when_one_segment_is_refused(memory, sealed, descri
 
 def test_two_hundred_cycles_leave_no_descriptor_and_no_mapping(memory):
     """Create, fill, seal, export, map, close, and all is as before."""
+
     def cycle() -> None:
         arena = memory.create(64 * 1024)
         ctypes.memset(arena.region.address, 1, 64 * 1024)
@@ -339,9 +342,7 @@ def test_a_version_1_limit_sets_the_bound(tmp_path):
         "memory/memory.limit_in_bytes": "9223372036854771712\n",
     }
     proc, groups = fake_system(tmp_path, "4:memory:/a\n3:cpu,cpuacct:/a\n", files)
-    assert available(proc, groups) == Available(
-        50_000, f"the memory limit in {groups}/memory/a/memory.limit_in_bytes"
-    )
+    assert available(proc, groups) == Available(50_000, f"the memory limit in {groups}/memory/a/memory.limit_in_bytes")
 
 
 def test_without_limits_the_machine_is_the_bound(tmp_path):

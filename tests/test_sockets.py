@@ -62,7 +62,7 @@ def test_a_path_that_is_too_long_is_refused_with_its_length_and_the_remedy():
     assert len(control_path(fits)) == 107
     with pytest.raises(SocketPathError, match=r"108 bytes, a Unix socket's path has at most 107; .* 1 bytes shorter"):
         control_path(fits + "d")
-    with pytest.raises(SocketPathError, match="/cpu-00000.sock: 116 bytes"):
+    with pytest.raises(SocketPathError, match=r"/cpu-00000\.sock: 116 bytes"):
         engine_path("/" + "é" * 50, "cpu-00000")
 
 
@@ -174,7 +174,9 @@ def test_a_socket_that_was_replaced_is_not_removed(held):
 
 def test_a_second_keeper_is_refused_while_the_first_lives(held):
     """It learns who has the directory, and the first goes on."""
-    with pytest.raises(SocketInUseError, match=rf"{held.path}: a live keeper \(pid {os.getpid()}, .*\) has it; stop it"):
+    with pytest.raises(
+        SocketInUseError, match=rf"{held.path}: a live keeper \(pid {os.getpid()}, .*\) has it; stop it"
+    ):
         SocketDirectory(held.path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(control_path(held.path))
@@ -284,7 +286,7 @@ def test_of_many_keepers_started_at_once_exactly_one_has_the_directory(tmp_path)
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
     context = multiprocessing.get_context("spawn")
-    for _ in range(3):
+    for _ in range(2):
         go, won = context.Event(), context.Queue()
         processes = [context.Process(target=hold, args=(str(run), go, won)) for _ in range(4)]
         for process in processes:
@@ -353,7 +355,9 @@ def test_a_client_refuses_another_users_socket_or_directory(held):
     path = control_path(held.path)
     for target in (path, held.path):
         os.chown(target, 1234, 1234)
-        message = f"{target} belongs to uid 1234 and we run as uid 0: run both as one user, or allow the other with WEIGHT"
+        message = (
+            f"{target} belongs to uid 1234 and we run as uid 0: run both as one user, or allow the other with WEIGHT"
+        )
         with pytest.raises(WrongOwnerError, match=message):
             check_owner(path)
         check_owner(path, {1234})
@@ -365,9 +369,10 @@ def test_a_client_that_may_not_look_into_the_directory_says_whose_it_is(open_pat
     """G11 from the engine's side."""
     volume = open_path / "volume"
     volume.mkdir(mode=0o700)
-    assert as_user(1000, lambda: check_owner(f"{volume}/control.sock")).startswith(
-        f"WrongOwnerError: {volume} belongs to uid 0 and we run as uid 1000: "
-    )
+    for path in (f"{volume}/control.sock", f"{volume}/below/control.sock", f"{volume}/a/b/control.sock"):
+        assert as_user(1000, lambda path=path: check_owner(path)).startswith(
+            f"WrongOwnerError: {volume} belongs to uid 0 and we run as uid 1000: "
+        )
 
 
 def test_the_allow_list_comes_from_the_environment(monkeypatch):

@@ -28,6 +28,8 @@ def pack(
     memory: Memory,
     before: dict[str, bool | int | float | str | None],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    skeleton: dict[str, str] | None = None,
 ) -> tuple[Layout, Arena]:
     """Copy every tensor of `model` into new memory and free the original as soon as it is over.
 
@@ -35,6 +37,7 @@ def pack(
         model: loaded; afterwards its tensors are empty and it cannot be used.
         memory: where the arena is made; one storage starts at each multiple of ALIGNMENT bytes.
         before: `plain_values` from before the weights were loaded; what differs now is part of the layout.
+        skeleton: where vLLM's post-processing has run on the model, its slots before that.
         progress: called with (bytes packed, bytes in all).
 
     Returns:
@@ -51,7 +54,7 @@ def pack(
     for storage in storages:
         storage.offset = nbytes
         nbytes = aligned(nbytes + storage.stop - storage.start)
-    layout = _layout(model, found, storages, nbytes, before)
+    layout = _layout(model, found, storages, nbytes, before, skeleton)
     arena = memory.create(max(nbytes, 1))
     try:
         arena.back(1)
@@ -113,6 +116,7 @@ def _layout(
     storages: list[_Storage],
     nbytes: int,
     before: dict[str, bool | int | float | str | None],
+    skeleton: dict[str, str] | None,
 ) -> Layout:
     offsets = {
         id(slot.tensor): storage.offset + span(slot.tensor)[0] - storage.start
@@ -134,4 +138,11 @@ def _layout(
     aliases = {alias: slot.path for slot in found for alias in slot.aliases}
     now = plain_values(model)
     values = {path: value for path, value in now.items() if path not in before or before[path] != value}
-    return Layout(tensors=tensors, aliases=aliases, values=values, nbytes=nbytes)
+    return Layout(
+        tensors=tensors,
+        aliases=aliases,
+        values=values,
+        nbytes=nbytes,
+        processed=skeleton is not None,
+        skeleton=skeleton or {},
+    )

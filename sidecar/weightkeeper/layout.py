@@ -40,12 +40,16 @@ class Layout(msgspec.Struct, frozen=True):
         aliases: path → path of the tensor that is the same object (tied weights).
         values: path → plain value that loading set on a module (`has_own_lm_head`, say).
         nbytes: size of the arena in bytes.
+        processed: the tensors are as vLLM's post-processing left them, not as they were loaded.
+        skeleton: where processed, path → kind, dtype and shape of each slot before loading.
     """
 
     tensors: tuple[Tensor, ...]
     aliases: dict[str, str]
     values: dict[str, bool | int | float | str | None]
     nbytes: int
+    processed: bool = False
+    skeleton: dict[str, str] = {}
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:

@@ -86,8 +86,8 @@ class KeeperChannel:
             raise LoadFailedError(f"the keeper answered {type(answer).__name__}, expected {expected.__name__}")
 
 
-def load(config: str, keeper: KeeperChannel) -> None:
-    """Load what `config` names and publish it.
+def load(config: str, keeper: KeeperChannel, device: str) -> None:
+    """Load what `config` names onto a kind of device, `cpu` or `cuda`, and publish it.
 
     Raises:
         WeightkeeperError: the cause, in words for `status`.
@@ -96,7 +96,7 @@ def load(config: str, keeper: KeeperChannel) -> None:
     values = engine_config.read(config)
     settings = options.read(_extra_config(values, config))
     checkpoint = open_checkpoint(engine_config.required(values, "model", config))
-    verified.check(verified.method_of(_model_file(checkpoint), values))
+    verified.check(verified.method_of(_model_file(checkpoint), values), device)
     receipts: list[Receipt] = []
     hashing = _Hashing(checkpoint, keeper.progress, receipts)
     try:
@@ -130,6 +130,11 @@ class _Hashing(threading.Thread):
         self.join()
         if self._error is not None:
             raise self._error
+
+
+def kind_of_device() -> str:
+    """`cuda` where the NVIDIA driver is in this container, else `cpu`; vLLM's own choice follows the same fact."""
+    return "cuda" if Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists() else "cpu"
 
 
 def _extra_config(values: dict[str, Any], config: str) -> dict[str, Any]:
@@ -170,7 +175,7 @@ def main() -> int:
         keeper.open()
         with tempfile.TemporaryDirectory(prefix="weightkeeper-loader-") as scratch:
             os.environ.setdefault("WEIGHTKEEPER_SCRATCH", scratch)
-            load(arguments.config, keeper)
+            load(arguments.config, keeper, kind_of_device())
     except WeightkeeperError as error:
         keeper.failed(error.code, str(error))
         return 1

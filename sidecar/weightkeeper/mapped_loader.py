@@ -1,11 +1,14 @@
 """The loader that an engine uses: keeper → session → mapping → model, or one named cause and the disk."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from weightkeeper import client, fingerprint, room, vllm_api
+from weightkeeper import budget, client, fingerprint, room, vllm_api
+from weightkeeper.adapt import adapt
 from weightkeeper.checkpoint import open_checkpoint
 from weightkeeper.errors import (
     BuildFailedError,
@@ -18,12 +21,13 @@ from weightkeeper.errors import (
     UnsupportedError,
     WeightkeeperError,
 )
+from weightkeeper.guard import ReadOnly
 from weightkeeper.identity import digests
 from weightkeeper.mapping import Mapping, open_mapping
 from weightkeeper.options import Options, default_name, read
 from weightkeeper.phases import Phases
 from weightkeeper.protocol import Report
-from weightkeeper.restore import Bound, bind
+from weightkeeper.restore import Bound, bind, check
 from weightkeeper.vllm_api import BaseModelLoader, LoadConfig, ModelConfig, VllmConfig
 
 logger = vllm_api.init_logger("vllm.weightkeeper")
@@ -48,16 +52,17 @@ class MappedLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         self._disk().download_model(model_config)
 
+    def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
+        """Bytes of this device that the keeper holds for this engine (vLLM from 0.32 asks)."""
+        return budget.external_bytes(self.options, vllm_api.device_name(vllm_api.model_rank()))
+
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """vLLM calls this to load again into a running model.
 
         Raises:
             UnsupportedError: always; the parameters lie in memory that is shared and read-only.
         """
-        raise UnsupportedError(
-            f"the weights of {model_config.model} are shared and read-only, so nothing can be loaded into them; "
-            "load the keeper again (`make load`) and restart the engine, or use `mode: copy`"
-        )
+        self._refuse_weights()
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """The model with its weights, mapped or from disk.
@@ -94,7 +99,7 @@ class MappedLoader(BaseModelLoader):
                 logger.info("weightkeeper: hashed %s: the keeper's receipts do not cover them", content.hashed)
             fields = fingerprint.compose(content.by_name, conditions)
             phases.end("fingerprint")
-            mapping = open_mapping(session, fields, self.options.mode)
+            mapping = open_mapping(session, fields, self.options.mode, vllm_api.device_ordinal())
             phases.end("map")
             return mapping
         except BaseException:
@@ -109,13 +114,16 @@ class MappedLoader(BaseModelLoader):
         try:
             model = vllm_api.build(vllm_config, model_config, prefix, torch.device("meta"))
             phases.end("skeleton")
+            if mapping.layout.processed:
+                adapt(model, mapping.layout)
             bound = bind(model, mapping.layout, mapping.whole, share=share)
             phases.end("bind")
-            if share:
-                with vllm_api.without_cpu_repacking():
-                    vllm_api.process_weights(model, model_config, device)
-            else:
+            with self._processing(mapping):
                 vllm_api.process_weights(model, model_config, device)
+            if mapping.layout.processed:
+                check(model, mapping.layout)
+            if share:
+                model.load_weights = self._refuse_weights
             phases.end("post-process")
         except Exception as error:
             mapping.close()
@@ -123,6 +131,24 @@ class MappedLoader(BaseModelLoader):
         mapping.attach(model, keep=share, release=self.options.release)
         self._say(bound, phases)
         return model.eval()
+
+    @contextlib.contextmanager
+    def _processing(self, mapping: Mapping) -> Iterator[None]:
+        """How vLLM's step after loading has to run on what the keeper gave."""
+        with contextlib.ExitStack() as stack:
+            if mapping.layout.processed:
+                stack.enter_context(vllm_api.already_processed())
+            elif self.options.mode == "zero_copy":
+                stack.enter_context(vllm_api.without_cpu_repacking())
+            if self.options.mode == "zero_copy":
+                stack.enter_context(ReadOnly(*mapping.extent))
+            yield
+
+    def _refuse_weights(self, *_: object, **__: object) -> None:
+        raise UnsupportedError(
+            "the weights are shared and read-only, so nothing can be loaded into them; "
+            "load the keeper again (`make load`) and restart the engine, or use `mode: copy`"
+        )
 
     def _say(self, bound: Bound, phases: Phases) -> None:
         milliseconds = phases.milliseconds("connect", "fingerprint", "map", "bind")

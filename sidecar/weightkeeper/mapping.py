@@ -18,12 +18,14 @@ class Mapping:
 
     Attributes:
         whole: uint8; the memory stays mapped while any view of it lives.
+        extent: first address and bytes.
     """
 
-    def __init__(self, session: Session, layout: Layout, whole: torch.Tensor):
+    def __init__(self, session: Session, layout: Layout, whole: torch.Tensor, extent: tuple[int, int]):
         self.session = session
         self.layout = layout
         self.whole = whole
+        self.extent = extent
 
     def attach(self, model: nn.Module, *, keep: bool, release: bool) -> None:
         """Let the lease last as long as the model; or end it now, and ask for release if wanted (copy mode)."""
@@ -40,8 +42,8 @@ class Mapping:
         self.session.close()
 
 
-def open_mapping(session: Session, fields: dict[str, str], mode: str) -> Mapping:
-    """Ask for the weights with this fingerprint and map them.
+def open_mapping(session: Session, fields: dict[str, str], mode: str, ordinal: int = 0) -> Mapping:
+    """Ask for the weights with this fingerprint and map them on the GPU `ordinal` of this process, or in host memory.
 
     Raises:
         MismatchError: the keeper's weights are others; every differing field is named.
@@ -50,7 +52,7 @@ def open_mapping(session: Session, fields: dict[str, str], mode: str) -> Mapping
     """
     granted = session.map(fields, mode)
     try:
-        region = memory.of_kind(granted.grant.kind).map(granted.descriptors, granted.grant.sizes)
+        region = memory.of_kind(granted.grant.kind, ordinal).map(granted.descriptors, granted.grant.sizes)
     finally:
         for descriptor in granted.descriptors:
             os.close(descriptor)
@@ -58,7 +60,7 @@ def open_mapping(session: Session, fields: dict[str, str], mode: str) -> Mapping
     if layout.nbytes > region.nbytes:
         region.close()
         raise SlotsError(f"the keeper's layout needs {layout.nbytes} bytes and its memory has {region.nbytes}")
-    return Mapping(session, layout, bytes_of(region))
+    return Mapping(session, layout, bytes_of(region), (region.address, region.nbytes))
 
 
 __all__ = ["Mapping", "MemoryKindError", "open_mapping"]

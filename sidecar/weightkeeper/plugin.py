@@ -13,9 +13,13 @@ TAKE_IPC_CACHE = "WEIGHTKEEPER_TAKE_IPC_CACHE"
 
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. May be called more than once."""
-    from weightkeeper import vllm_api
+    from weightkeeper import budget, vllm_api
     from weightkeeper.mapped_loader import MappedLoader
 
     vllm_api.register_loader("weightkeeper", MappedLoader)
+    formats = {"weightkeeper"}
     if os.environ.get(TAKE_IPC_CACHE) == "1":
+        formats.add("ipc_cache")
         vllm_api.register_loader("ipc_cache", MappedLoader)
+    if not vllm_api.is_cpu():
+        vllm_api.replace_request_memory(lambda config, snapshot: budget.request(config, snapshot, formats))

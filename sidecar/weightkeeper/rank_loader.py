@@ -7,17 +7,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightkeeper import fingerprint, identity, verified, vllm_api
+from weightkeeper import adapt, fingerprint, identity, verified, vllm_api
 from weightkeeper.capture import pack
 from weightkeeper.checkpoint import Checkpoint
 from weightkeeper.errors import ConfigError, UnverifiedQuantizationError
+from weightkeeper.memory import Memory, cuda_vmm
 from weightkeeper.memory.host import HostMemory
 from weightkeeper.options import Options
 from weightkeeper.protocol import Publish, Receipt
-from weightkeeper.slots import plain_values
+from weightkeeper.slots import plain_values, slots
 
 SHARED_BEFORE_PROCESSING = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Quantization method classes behind the method `none` of `verified.CPU`."""
+
+
+SHARED_PROCESSED = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Fp8LinearMethod", "Fp8KVCacheMethod"}
+)
+"""Quantization method classes behind the methods of `verified.CUDA`."""
 
 
 def load_rank(
@@ -41,20 +48,24 @@ def load_rank(
     """
     vllm_config = _vllm_config(config)
     model_config = vllm_config.model_config
-    verified.check(model_config.quantization)
+    verified.check(model_config.quantization, "cpu" if vllm_api.is_cpu() else "cuda")
     parallel = vllm_config.parallel_config
     world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if world_size != 1:
         raise ConfigError(
             f"{config}: tensor and pipeline parallel sizes above 1 are not supported yet, found {world_size} ranks"
         )
-    conditions = vllm_api.conditions(vllm_config, model_config, rank, options.disk_load_format)
+    on_cpu = vllm_api.is_cpu()
     device = vllm_api.load_device(vllm_config, vllm_config.load_config)
+    if not on_cpu:
+        vllm_api.prepare_device(rank, device)
+    conditions = vllm_api.conditions(vllm_config, model_config, rank, options.disk_load_format)
     meeting = f"file://{os.environ['WEIGHTKEEPER_SCRATCH']}/ranks"
     with vllm_api.process_group(vllm_config, rank, meeting):
         model = vllm_api.build(vllm_config, model_config, "", device)
-        _check_methods(model)
+        _check_methods(model, on_cpu)
         before = plain_values(model)
+        skeleton = None if on_cpu else adapt.skeleton(slots(model))
         load_format = options.disk_load_format
         if load_format == "auto":
             load_format = checkpoint.load_format  # the files that were hashed, and no others
@@ -62,8 +73,15 @@ def load_rank(
         with vllm_api.default_dtype(model_config), _counted(model, checkpoint.nbytes, progress):
             disk.load_weights(model, model_config)
         identity.check_unchanged(checkpoint, receipts)
-        memory = HostMemory(freed_while_filling=checkpoint.nbytes)
-        layout, arena = pack(model, memory, before, lambda done, total: progress("packing", done, total))
+        if on_cpu:
+            memory: Memory = HostMemory(freed_while_filling=checkpoint.nbytes)
+        else:
+            progress("post-processing", 0, 0)
+            vllm_api.process_weights(model, model_config, device)
+            memory = cuda_vmm.open_device(vllm_api.device_ordinal(), vllm_api.free_cached_memory)
+        layout, arena = pack(
+            model, memory, before, lambda done, total: progress("packing", done, total), skeleton=skeleton
+        )
         name = vllm_api.device_name(rank)
     arena.seal()
     descriptors = arena.export()
@@ -97,14 +115,18 @@ def _vllm_config(config: str) -> vllm_api.VllmConfig:
         raise ConfigError(f"{config}: vLLM does not accept these options: {error}") from error
 
 
-def _check_methods(model: nn.Module) -> None:
-    for method, layer in vllm_api.quantization_methods(model).items():
-        if method not in SHARED_BEFORE_PROCESSING:
-            raise UnverifiedQuantizationError(
-                f"{layer} uses {method}, which is not verified for sharing on the CPU "
-                f"(verified: {', '.join(sorted(SHARED_BEFORE_PROCESSING))}); "
-                "serve this model with vLLM's own load format, without the sidecar"
-            )
+def _check_methods(model: nn.Module, on_cpu: bool) -> None:
+    allowed = SHARED_BEFORE_PROCESSING if on_cpu else SHARED_PROCESSED
+    methods = vllm_api.quantization_methods(model)
+    refused = {method: layer for method, layer in methods.items() if method not in allowed}
+    if not on_cpu:
+        refused |= vllm_api.unprocessable_methods(model)
+    for method, layer in refused.items():
+        raise UnverifiedQuantizationError(
+            f"{layer} uses {method}, which is not verified for sharing on this kind of device "
+            f"(verified: {', '.join(sorted(allowed))}); "
+            "serve this model with vLLM's own load format, without the sidecar"
+        )
 
 
 class _counted:

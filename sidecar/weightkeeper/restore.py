@@ -12,7 +12,7 @@ from torch import nn
 from weightkeeper.errors import SlotsError
 from weightkeeper.layout import Layout, Tensor
 from weightkeeper.slots import Slot, set_value, slots
-from weightkeeper.tensors import dtype_name, view
+from weightkeeper.tensors import dtype_name, swap, view
 
 MAX_NAMED = 12
 """Slots that one message names; the count of all is in it too."""
@@ -28,7 +28,7 @@ class Bound:
 
 
 def bind(model: nn.Module, layout: Layout, whole: torch.Tensor, *, share: bool) -> Bound:
-    """Give every tensor of `model` its bytes.
+    """Give every tensor of `model` its bytes. For a processed layout, `adapt` goes before and `check` behind.
 
     Args:
         model: built on the meta device; tensors that its constructor made for real are overwritten in place.
@@ -41,11 +41,14 @@ def bind(model: nn.Module, layout: Layout, whole: torch.Tensor, *, share: bool) 
             dtype, shape or kind; nothing was bound. Also when a meta tensor is left afterwards.
     """
     found = slots(model)
-    _compare(found, layout)
+    if not layout.processed:
+        _compare(found, layout)
     records = {record.path: record for record in layout.tensors}
     mapped = copied = 0
     for slot in found:
-        record = records[slot.path]
+        record = records.get(slot.path)
+        if record is None or (layout.processed and _fault(slot, record)):
+            continue  # post-processing makes it anew
         source = view(whole, record)
         if not slot.tensor.is_meta:
             slot.tensor.data.copy_(source)
@@ -56,20 +59,28 @@ def bind(model: nn.Module, layout: Layout, whole: torch.Tensor, *, share: bool) 
             copied += source.nbytes
         else:
             mapped += source.nbytes
-        _swap(slot.tensor, source)
+        swap(slot.tensor, source)
     for path, value in layout.values.items():
         set_value(model, path, value)
-    left = [slot.path for slot in slots(model) if slot.tensor.is_meta]
-    if left:
-        raise SlotsError(f"{len(left)} tensors have no bytes after binding: {_some(left)}")
+    if not layout.processed:
+        check(model, layout)
     return Bound(tensors=len(found), mapped_bytes=mapped, copied_bytes=copied)
 
 
-def _swap(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Let the object `target` be over the bytes of `source`, with its own class and attributes."""
-    new = torch.Tensor._make_subclass(type(target), source, False)
-    new.__dict__.update(target.__dict__)
-    torch.utils.swap_tensors(target, new)
+def check(model: nn.Module, layout: Layout) -> None:
+    """Account for every slot of a model that is ready to compute.
+
+    Raises:
+        SlotsError: a meta tensor can be reached by any path, or a tensor of the layout is not there as it was.
+    """
+    found = slots(model)
+    left = [slot.path for slot in found if slot.tensor.is_meta]
+    if left:
+        raise SlotsError(f"{len(left)} tensors have no bytes after binding: {_some(left)}")
+    ours = {slot.path: slot for slot in found}
+    gone = [record.path for record in layout.tensors if record.path not in ours or _fault(ours[record.path], record)]
+    if gone:
+        raise SlotsError(f"{len(gone)} tensors of the keeper have no place in this model: {_some(gone)}")
 
 
 def _compare(found: list[Slot], layout: Layout) -> None:

@@ -55,6 +55,13 @@ def view(whole: torch.Tensor, record: Tensor) -> torch.Tensor:
     return empty.set_(whole.untyped_storage(), record.offset // width, record.shape, record.stride)
 
 
+def swap(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Let the object `target` be over the bytes of `source`, with its own class and attributes."""
+    new = torch.Tensor._make_subclass(type(target), source, False)
+    new.__dict__.update(target.__dict__)
+    torch.utils.swap_tensors(target, new)
+
+
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and the byte after the last one that `tensor` covers in its storage; equal when it has none."""
     if tensor.numel() == 0:

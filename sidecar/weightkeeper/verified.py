@@ -17,12 +17,19 @@ CPU: dict[str, str] = {
 """Method → evidence, for weights that are shared before post-processing."""
 
 
-def check(method: str | None, device: str = "cpu", table: Mapping[str, str] = CPU) -> None:
-    """Refuse a quantization method without evidence.
+CUDA: dict[str, str] = {
+    UNQUANTIZED: "vLLM 0.30 on an H200: tests/gpu, tokens and logprobs equal a disk load",
+}
+"""Method → evidence, for weights that are shared after post-processing."""
+
+
+def check(method: str | None, device: str) -> None:
+    """Refuse a quantization method without evidence for the kind of device, `cpu` or `cuda`.
 
     Raises:
         UnverifiedQuantizationError: with the verified methods.
     """
+    table = CPU if device == "cpu" else CUDA
     if (method or UNQUANTIZED) not in table:
         verified = ", ".join(sorted(table))
         raise UnverifiedQuantizationError(

@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -118,6 +119,58 @@ def process_weights(model: nn.Module, model_config: ModelConfig, device: torch.d
 
 
 @contextlib.contextmanager
+def already_processed() -> Iterator[None]:
+    """Let `process_weights` rebuild only what is not a tensor: the weights are processed already."""
+    from vllm.model_executor.utils import weights_already_processed
+
+    with weights_already_processed():
+        yield
+
+
+def prepare_device(ordinal: int, device: torch.device) -> None:
+    """What a worker does before it builds a model on a GPU: choose the device, make room for workspaces."""
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    torch.accelerator.set_device_index(ordinal)
+    init_workspace_manager(device)
+
+
+def free_cached_memory() -> None:
+    """Give what torch's allocator keeps back to the driver."""
+    torch.accelerator.empty_cache()
+
+
+def device_ordinal() -> int:
+    """Of the GPU that this process computes on; 0 on the CPU."""
+    return 0 if is_cpu() else torch.accelerator.current_device_index()
+
+
+def replace_request_memory(requested: Callable[[VllmConfig, Any], int | None]) -> None:
+    """Let `requested` decide how much memory a GPU worker may use; None leaves it to vLLM.
+
+    `requested` gets the worker's configuration and its memory snapshot (`total_memory`, `free_memory`, `measure()`).
+    """
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.v1.worker import utils
+
+    original = utils.request_memory
+    if getattr(original, "weightkeeper", False):
+        return
+
+    def request_memory(init_snapshot: Any, cache_config: Any, *rest: Any, **named: Any) -> int:
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is not None and (own := requested(vllm_config, init_snapshot)) is not None:
+            return own
+        return original(init_snapshot, cache_config, *rest, **named)
+
+    request_memory.weightkeeper = True
+    utils.request_memory = request_memory
+    worker = sys.modules.get("vllm.v1.worker.gpu_worker")
+    if worker is not None:
+        worker.request_memory = request_memory
+
+
+@contextlib.contextmanager
 def without_cpu_repacking() -> Iterator[None]:
     """On the CPU, let `process_weights` leave matrices as they were loaded, and layers compute on them in place.
 
@@ -139,6 +192,18 @@ def without_cpu_repacking() -> Iterator[None]:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = packing
+
+
+def unprocessable_methods(model: nn.Module) -> dict[str, str]:
+    """As `quantization_methods`, only those for which vLLM has no already-processed mode."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    methods: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
+            methods.setdefault(type(method).__name__, name or "the model")
+    return methods
 
 
 def quantization_methods(model: nn.Module) -> dict[str, str]:

@@ -5,7 +5,7 @@ those maps them read-only at one contiguous range. Who only keeps descriptors ne
 `check`, and never maps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from weightkeeper.errors import MemoryKindError
@@ -87,14 +87,39 @@ class Memory(Protocol):
         """
 
 
-def of_kind(kind: MemoryKind) -> Memory:
+def of_kind(kind: MemoryKind, ordinal: int = 0) -> Memory:
     """The memory of a kind, with only its own imports.
+
+    Args:
+        kind: as a keeper names it.
+        ordinal: of the GPU in this process, for the kinds that need one.
 
     Raises:
         MemoryKindError: this version cannot map that kind.
     """
+    if kind == "cuda-vmm":
+        from weightkeeper.memory.cuda_vmm import open_device
+
+        return open_device(ordinal)
     if kind == "host":
         from weightkeeper.memory.host import HostMemory
 
         return HostMemory()
     raise MemoryKindError(f"memory of kind {kind} cannot be mapped by this version of weightkeeper")
+
+
+def checker_of(kind: MemoryKind) -> Callable[[int, int], None]:
+    """What refuses a descriptor that is no segment of so many bytes of this kind; needs no GPU and no driver.
+
+    Raises:
+        MemoryKindError: this version cannot hold that kind.
+    """
+    if kind == "host":
+        from weightkeeper.memory.host import HostMemory
+
+        return HostMemory().check
+    if kind == "cuda-vmm":
+        from weightkeeper.memory.cuda_vmm import check_descriptor
+
+        return check_descriptor
+    raise MemoryKindError(f"memory of kind {kind} cannot be held by this version of weightkeeper")

@@ -58,9 +58,6 @@ class HostArena:
         self.region = HostRegion(_mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor), nbytes, True)
 
     def back(self, nbytes: int) -> None:
-        """The kernel gives pages as they are written."""
-
-    def back(self, nbytes: int) -> None:
         """Nothing to do: the kernel adds each page when it is written first, and `create` saw that there is room."""
 
     def seal(self) -> None:

@@ -1,0 +1,22 @@
+.DEFAULT_GOAL := help
+VERBS := up down status restart-engine release load test clean images model venv lock
+.PHONY: help $(VERBS)
+
+help:  ## this list
+	@sed -n 's/^\([a-z -]*\):.*## /\1\t/p' Makefile | expand -t 18
+
+up:  ## install what is missing, build, start, and ask the model a question
+down:  ## stop; the named volumes stay
+status:  ## what is held, by whom, and the last restart
+restart-engine:  ## restart the engine alone, and tell where the seconds went
+release:  ## stop the engine and give the weights' memory back
+load:  ## load what engine.yaml names now, and start the engine on it
+test:  ## everything that can run on this machine
+clean:  ## remove containers, volumes, images, .work and .venv
+images:  ## build the images
+model:  ## write the default model to .work/models
+venv:  ## make .venv for the tests
+lock:  ## write the pinned package lists again
+
+$(VERBS):
+	@scripts/$@

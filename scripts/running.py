@@ -1,0 +1,129 @@
+"""The running project as seen from the host: its containers, its keeper's answers, its server over HTTP."""
+
+import json
+import os
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+COMPOSE_DIR = Path(os.environ.get("WEIGHTKEEPER_COMPOSE_DIR") or Path(__file__).resolve().parent.parent / "compose")
+SETTINGS = (
+    "MODEL", "MODEL_BLOBS", "PORT", "GPU", "BASE_IMAGE", "COMPOSE_PROJECT_NAME", "COMPOSE_FILE", "WEIGHTKEEPER_UID",
+    "WEIGHTKEEPER_GID", "DOCKER_SOCKET", "DOCKER_GID", "PROJECT_DIR",
+)  # fmt: skip
+"""Read from compose/.env alone, where the supervisor reads them too."""
+
+COMMAND_SECONDS = 60.0
+
+
+class NotRunningError(Exception):
+    """A container or the server in it cannot be reached; the message says which."""
+
+
+def setting(name: str, default: str = "") -> str:
+    """A value of compose/.env."""
+    file = COMPOSE_DIR / ".env"
+    found = re.findall(rf"^{name}='?([^'\n]*)'?$", file.read_text(), re.M) if file.exists() else []
+    return found[-1] if found else default
+
+
+def compose(*arguments: str, timeout: float = COMMAND_SECONDS) -> subprocess.CompletedProcess[str]:
+    """`docker compose ARGUMENTS` on the project, with its output as text."""
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    return subprocess.run(
+        ["docker", "compose", *arguments], cwd=COMPOSE_DIR, env=environment, timeout=timeout,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+
+
+def ask(service: str, *command: str, timeout: float = COMMAND_SECONDS) -> dict | list:
+    """The JSON that a command prints inside a service's container.
+
+    Raises:
+        NotRunningError: the container does not run, or the command failed; the message has its words.
+    """
+    done = compose("exec", "-T", service, *command, timeout=timeout)
+    if done.returncode:
+        raise NotRunningError(f"{service}: {(done.stderr or done.stdout).strip() or 'no answer'}")
+    return json.loads(done.stdout)
+
+
+def keeper() -> dict:
+    """The keeper's status, as `weightkeeper status --json` prints it."""
+    return ask("sidecar", "weightkeeper", "status", "--json")
+
+
+def container(service: str) -> dict:
+    """What `docker inspect` says of the service's container; an empty mapping where there is none."""
+    found = compose("ps", "-aq", service).stdout.split()
+    if not found:
+        return {}
+    inspected = subprocess.run(["docker", "inspect", found[0]], capture_output=True, text=True, check=False).stdout
+    return next(iter(json.loads(inspected or "[]")), {})
+
+
+def state(described: dict) -> str:
+    """In a word: absent, created, running, restarting, exited; running is told as its health where it has one."""
+    if not described:
+        return "absent"
+    status = described["State"]["Status"]
+    return described["State"].get("Health", {}).get("Status", status) if status == "running" else status
+
+
+def server() -> str:
+    """Address of the server, from the host."""
+    return f"http://127.0.0.1:{setting('PORT', '8000')}"
+
+
+def is_up() -> bool:
+    """Whether the server answers /health with 200."""
+    try:
+        with urllib.request.urlopen(f"{server()}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def chat(question: str, max_tokens: int = 64) -> str:
+    """A greedy answer of the served model.
+
+    Raises:
+        NotRunningError: the server refused or cannot be reached.
+    """
+    try:
+        with urllib.request.urlopen(f"{server()}/v1/models", timeout=10) as answer:
+            model = json.load(answer)["data"][0]["id"]
+        message = {"role": "user", "content": question}
+        body = {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": [message]}
+        request = urllib.request.Request(
+            f"{server()}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"].strip()
+    except urllib.error.HTTPError as error:
+        raise NotRunningError(
+            f"{error.url} answers {error.code}: {error.read(2000).decode(errors='replace')}"
+        ) from error
+    except OSError as error:
+        raise NotRunningError(f"{server()} does not answer: {error}") from error
+
+
+def wait_until_up(seconds: float) -> None:
+    """Wait for /health.
+
+    Raises:
+        NotRunningError: not within that time.
+    """
+    deadline = time.monotonic() + seconds
+    while not is_up():
+        if time.monotonic() > deadline:
+            raise NotRunningError(f"{server()}/health did not answer within {seconds:.0f} s")
+        time.sleep(0.05)
+
+
+def gigabytes(nbytes: float) -> str:
+    """Decimal, as checkpoints are quoted."""
+    return f"{nbytes / 1e9:.2f} GB"

@@ -1,0 +1,239 @@
+"""What an engine or a command asks a keeper. Blocking, with a time limit on everything; every cause has its own class.
+
+A `Session` that was granted weights is a lease: it lasts as long as the session is open.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weightkeeper.dialing import ask, connect, expected_of, request
+from weightkeeper.errors import (
+    Difference,
+    KeeperFailedError,
+    LostError,
+    MismatchError,
+    NoSocketError,
+    NotLoadedError,
+    ProtocolError,
+    RefusedError,
+    StillLoadingError,
+    WeightkeeperError,
+)
+from weightkeeper.frames import Channel, close_all
+from weightkeeper.protocol import (
+    Done,
+    Grant,
+    LoadRequest,
+    MapRequest,
+    Mismatch,
+    Receipt,
+    Receipts,
+    ReceiptsRequest,
+    ReleaseRequest,
+    Report,
+    Segments,
+    Status,
+    StatusRequest,
+)
+from weightkeeper.quantities import bytes_text
+from weightkeeper.sockets import control_path, engine_path, fitting
+
+POLL_SECONDS = 0.2
+"""Between two looks at a keeper that is still loading."""
+
+SAY_SECONDS = 5.0
+"""Between two lines about waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Weights that may be mapped. The descriptors, one a segment of `grant.sizes`, are the receiver's to close."""
+
+    grant: Grant
+    descriptors: list[int]
+
+
+class Session:
+    """An open connection to one device's engine socket."""
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def receipts(self) -> tuple[Receipt, ...]:
+        """What the keeper knows of the checkpoint's files."""
+        return ask(self._channel, ReceiptsRequest(), Receipts).files
+
+    def map(self, fingerprint: dict[str, str], mode: str) -> Granted:
+        """Ask for the weights; with the answer, the session is a lease.
+
+        Args:
+            fingerprint: field → value, of what this engine would load from disk.
+            mode: `zero_copy` or `copy`.
+
+        Raises:
+            MismatchError: the keeper holds other weights; it names each field that differs.
+            CacheUnusableError: any other cause, by its class.
+        """
+        answer = ask(self._channel, MapRequest(fingerprint, mode), Grant | Mismatch)
+        if isinstance(answer, Mismatch):
+            raise MismatchError(list(answer.differences))
+        descriptors: list[int] = []
+        try:
+            while len(descriptors) < len(answer.sizes):
+                frame = self._channel.receive()
+                descriptors += frame.descriptors
+                segments = expected_of(frame.message, Segments)
+                if segments.first != len(descriptors) - len(frame.descriptors) or not frame.descriptors:
+                    raise ProtocolError(f"the keeper sent segments from {segments.first}, out of order")
+            if len(descriptors) > len(answer.sizes):
+                raise ProtocolError(f"the keeper sent {len(descriptors)} segments for {len(answer.sizes)} sizes")
+        except BaseException:
+            close_all(descriptors)
+            raise
+        return Granted(answer, descriptors)
+
+    def release(self) -> str:
+        """Say that this engine has its own copy: its lease ends, and the weights go if nobody else maps them."""
+        return ask(self._channel, ReleaseRequest(), Done).message
+
+    def close(self) -> None:
+        """End the lease."""
+        self._channel.close()
+
+
+def open_session(
+    socket_dir: str | os.PathLike[str],
+    device: str,
+    *,
+    name: str = "",
+    connect_timeout_s: float = 5.0,
+    state_timeout_s: float = 600.0,
+    wait: Callable[[str], None] | None = None,
+    wait_for_keeper: bool = False,
+    socket_path: str | None = None,
+) -> Session:
+    """Connect to the engine socket of `device`, and wait while the keeper is still loading.
+
+    Args:
+        socket_dir: the keeper's directory.
+        name: of this engine, for people.
+        connect_timeout_s: to connect and be greeted, each time.
+        state_timeout_s: for the keeper to become ready.
+        wait: called with a line about the waiting, at once and then every SAY_SECONDS.
+        wait_for_keeper: also wait for a keeper that is not there (yet) or has just died.
+        socket_path: the engine socket itself; its directory then counts in place of `socket_dir`.
+
+    Raises:
+        CacheUnusableError: the cause, by its class.
+        SocketPathError: the path cannot be one of a Unix socket.
+    """
+    path = fitting(socket_path) if socket_path else engine_path(socket_dir, device)
+    control = control_path(os.path.dirname(path))
+    patience = _Patience(state_timeout_s, wait)
+    while True:
+        try:
+            return Session(connect(path, "engine", name, connect_timeout_s))
+        except (NoSocketError, RefusedError, LostError) as error:
+            cause: WeightkeeperError = error
+        try:
+            state = request(control, StatusRequest(), Status, connect_timeout_s)
+        except (NoSocketError, RefusedError, LostError) as error:
+            cause = cause if isinstance(cause, LostError) else error
+            if not wait_for_keeper:
+                raise cause from error
+            patience.use("no keeper answers yet", cause)
+        else:
+            _check_state(state, device)
+            if state.held is None:
+                text = f"the keeper is loading: {loading_text(state)}"
+                late = f"the keeper is still loading after {state_timeout_s:g} s: {loading_text(state)}"
+                patience.use(text, StillLoadingError(f"{late}; raise state_timeout_s or look into its log"))
+            else:  # ready since we tried, or full: that is a matter of moments
+                patience.shorten(connect_timeout_s)
+                patience.use("the keeper is ready, its socket not yet", cause)
+
+
+def loading_text(state: Status) -> str:
+    """`reading, 40 % (108.0 MB of 269.1 MB)`, of a load that runs."""
+    loading = state.loading
+    if loading is None:
+        return "starting"
+    if not loading.total_bytes:
+        return loading.stage
+    done, total = bytes_text(loading.done_bytes), bytes_text(loading.total_bytes)
+    return f"{loading.stage}, {loading.done_bytes * 100 // loading.total_bytes} % ({done} of {total})"
+
+
+def status(socket_dir: str | os.PathLike[str], timeout_s: float = 5.0) -> Status:
+    """Everything the keeper knows of itself.
+
+    Raises:
+        CacheUnusableError: it does not answer; the cause by its class.
+    """
+    return request(control_path(socket_dir), StatusRequest(), Status, timeout_s)
+
+
+def load(socket_dir: str | os.PathLike[str], timeout_s: float = 5.0) -> str:
+    """Have the keeper load what its configuration names now; it goes on in the background."""
+    return request(control_path(socket_dir), LoadRequest(), Done, timeout_s).message
+
+
+def release(socket_dir: str | os.PathLike[str], force: bool = False, timeout_s: float = 5.0) -> str:
+    """Have the keeper let its weights go.
+
+    Raises:
+        ReleaseRefusedError: engines map them and `force` is not set.
+    """
+    return request(control_path(socket_dir), ReleaseRequest(force), Done, timeout_s).message
+
+
+def report(socket_dir: str | os.PathLike[str], message: Report, timeout_s: float = 5.0) -> None:
+    """Tell the keeper what became of an engine's start."""
+    request(control_path(socket_dir), message, Done, timeout_s)
+
+
+class _Patience:
+    """Time to wait that is used up bit by bit, with a line now and then."""
+
+    def __init__(self, seconds: float, say: Callable[[str], None] | None):
+        self._deadline = time.monotonic() + seconds
+        self._is_short = False
+        self._say = say or (lambda _: None)
+        self._said_at = -math.inf
+
+    def shorten(self, seconds: float) -> None:
+        """From the first call on, at most so long."""
+        if not self._is_short:
+            self._is_short = True
+            self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def use(self, text: str, error: WeightkeeperError) -> None:
+        """Sleep a moment, or raise `error` when the time is over."""
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise error
+        if now - self._said_at >= SAY_SECONDS:
+            self._said_at = now
+            self._say(f"{text} ({self._deadline - now:.0f} s left)")
+        time.sleep(min(POLL_SECONDS, self._deadline - now))
+
+
+def _check_state(state: Status, device: str) -> None:
+    """Refuse what no waiting will change."""
+    if state.held is not None:
+        if device not in state.held.devices:
+            raise MismatchError([Difference("device", ", ".join(state.held.devices), device)])
+    elif state.state == "failed":
+        raise KeeperFailedError(f"the keeper's last load failed: {state.failure}")
+    elif state.state != "loading":
+        why = "they were released" if state.state == "released" else "none was ever loaded"
+        raise NotLoadedError(f"the keeper holds no weights, {why}; `weightkeeper load` brings them in")

@@ -1,0 +1,53 @@
+"""`weightkeeper serve`: the keeper."""
+
+import contextlib
+import resource
+import shlex
+
+import anyio
+import click
+
+from weightkeeper import command_options, keeper
+from weightkeeper.sockets import ALLOW_UID
+
+
+@click.command(name="serve")
+@command_options.socket_dir
+@click.option(
+    "--config",
+    envvar="WEIGHTKEEPER_CONFIG",
+    type=click.Path(),
+    help="vLLM's config file, which names the model. Without it nothing is loaded. Also WEIGHTKEEPER_CONFIG.",
+)
+@click.option(
+    "--allow-uid",
+    "allowed_uids",
+    envvar=ALLOW_UID,
+    multiple=True,
+    type=click.IntRange(min=0),
+    help="A user besides our own who may connect. Can be given several times.",
+)
+@click.option(
+    "--poll-seconds",
+    default=3.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="After a failed load: between two looks whether the config or the model's files changed.",
+)
+@click.option("--loader", envvar="WEIGHTKEEPER_LOADER", hidden=True, help="Command in place of our own loader.")
+def command(
+    socket_dir: str, config: str | None, allowed_uids: tuple[int, ...], poll_seconds: float, loader: str | None
+) -> None:
+    """Hold weights and serve them to engines, until SIGTERM."""
+    # Each lease being handed out takes descriptors for a moment, and each connection one.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    settings = keeper.Settings(
+        socket_dir=socket_dir,
+        config=config,
+        allowed_uids=frozenset(allowed_uids),
+        loader=tuple(shlex.split(loader)) if loader else keeper.LOADER,
+        poll_seconds=poll_seconds,
+    )
+    anyio.run(keeper.serve, settings)

@@ -1,0 +1,198 @@
+"""The long-lived process of the sidecar: holds descriptors of weights, answers sockets, starts loaders.
+
+No torch, no CUDA, no mapping of weights: what it holds is the weights and nothing else.
+"""
+
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+import anyio
+
+from weightkeeper import __version__
+from weightkeeper.accepting import Acceptor
+from weightkeeper.errors import ConfigError, SocketPathError
+from weightkeeper.holding import Generation
+from weightkeeper.listening import SocketDirectory
+from weightkeeper.loads import Loads
+from weightkeeper.protocol import Lease, State, Status
+from weightkeeper.quantities import bytes_text
+from weightkeeper.sessions import ControlDialogue, EngineDialogue
+from weightkeeper.sockets import control_path, engine_path
+from weightkeeper.store import Store
+
+LOADER = (sys.executable, "-m", "weightkeeper.loader")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one keeper.
+
+    Attributes:
+        socket_dir: where its sockets are.
+        config: vLLM's config file, which names the model; without it nothing is loaded and the keeper stays empty.
+        allowed_uids: users besides our own who may connect.
+        loader: argument list that loads; `--config` and `--channel` are added.
+        poll_seconds: between two looks for a change, after a failed load.
+    """
+
+    socket_dir: str
+    config: str | None = None
+    allowed_uids: frozenset[int] = frozenset()
+    loader: tuple[str, ...] = LOADER
+    poll_seconds: float = 3.0
+
+
+class Keeper:
+    """One keeper.
+
+    Raises:
+        SocketPathError: the socket directory cannot be used.
+        SocketInUseError: a live keeper has it.
+    """
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._store = Store()
+        self._started_at = time.time()
+        self._acceptors: dict[str, Acceptor] = {}
+        self._loads: Loads | None = None
+        if settings.config is not None:
+            loader, poll = settings.loader, settings.poll_seconds
+            self._loads = Loads(settings.config, loader, settings.socket_dir, poll, self._adopt)
+        control_path(settings.socket_dir)
+        self._directory = SocketDirectory(settings.socket_dir, settings.allowed_uids)
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        path = control_path(self._settings.socket_dir)
+        dialogue = ControlDialogue(self._store, self.status, self.load, self.release)
+        try:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async with anyio.create_task_group() as self._tasks:
+                    acceptor = Acceptor(self._directory.listen(path), dialogue, self._settings.allowed_uids)
+                    self._tasks.start_soon(acceptor.run)
+                    logger.info("weightkeeper %s answers on %s", __version__, path)
+                    if self._loads is not None:
+                        self._tasks.start_soon(self._loads.run)
+                    async for number in signals:
+                        logger.info("%s: ending", signal.Signals(number).name)
+                        self._tasks.cancel_scope.cancel()
+                        break
+        finally:
+            self._store.close()
+            self._directory.close()
+
+    def status(self) -> Status:
+        """Everything this keeper knows of itself."""
+        return Status(
+            state=self._state(),
+            version=__version__,
+            pid=os.getpid(),
+            started_at=self._started_at,
+            config=self._settings.config or "",
+            own_bytes=_own_bytes(),
+            held=self._store.held,
+            releasing=self._store.releasing,
+            leases=self._store.leases,
+            loading=self._loads.loading() if self._loads else None,
+            failure=self._loads.failure if self._loads else "",
+            loads=self._loads.count if self._loads else 0,
+            fallbacks=dict(self._store.fallbacks),
+            last_report=self._store.last_report,
+            last_report_at=self._store.last_report_at,
+        )
+
+    def load(self) -> str:
+        """Ask for a load of what the config file names now.
+
+        Raises:
+            ConfigError: there is no config file.
+        """
+        if self._loads is None:
+            raise ConfigError("this keeper was started without --config, so it has nothing to load")
+        return "loading" if self._loads.ask() else "already loading"
+
+    def release(self, force: bool) -> str:
+        """Give the weights back, and stop a load that runs.
+
+        Raises:
+            ReleaseRefusedError: engines map them and `force` is not set.
+        """
+        text = self._store.release(force)
+        if self._loads is not None and self._loads.stop():
+            text += "; the running load is stopped"
+            logger.info("load stopped: the weights are to be released")
+        self._settle_sockets()
+        return text
+
+    def _give_back(self, lease: Lease) -> str:
+        text = self._store.give_back(lease)
+        self._settle_sockets()
+        return text
+
+    def _state(self) -> State:
+        if self._store.current is not None:
+            return "ready"
+        if self._loads is not None and self._loads.is_running:
+            return "loading"
+        if self._loads is not None and self._loads.failure:
+            return "failed"
+        return "released" if self._store.released else "empty"
+
+    def _adopt(self, generation: Generation) -> None:
+        """Offer a complete generation in place of the one before."""
+        listeners: dict[str, socket.socket] = {}
+        try:
+            for device in generation.parts.keys() - self._acceptors.keys():
+                listeners[device] = self._directory.listen(self._engine_path(device))
+        except SocketPathError:
+            for device, listener in listeners.items():
+                self._directory.remove(self._engine_path(device))
+                listener.close()
+            raise
+        generation.finish()
+        self._store.replace(generation)
+        for device, listener in listeners.items():
+            dialogue = EngineDialogue(self._store, device, self._give_back)
+            self._acceptors[device] = Acceptor(listener, dialogue, self._settings.allowed_uids)
+            self._tasks.start_soon(self._acceptors[device].run)
+        self._settle_sockets()
+        held = generation.held
+        logger.info(
+            "ready: %s, %s on %s, loaded in %.1f s (generation %d)",
+            held.model, bytes_text(held.nbytes), ", ".join(held.devices), held.load_seconds, held.generation,
+        )  # fmt: skip
+
+    def _settle_sockets(self) -> None:
+        """Take away the engine sockets of devices on which nothing is offered any more."""
+        offered = self._store.current.parts.keys() if self._store.current else set()
+        for device in self._acceptors.keys() - offered:
+            self._directory.remove(self._engine_path(device))
+            self._acceptors.pop(device).scope.cancel()
+
+    def _engine_path(self, device: str) -> str:
+        return engine_path(self._settings.socket_dir, device)
+
+
+async def serve(settings: Settings) -> None:
+    """Run a keeper until it is told to end.
+
+    Raises:
+        SocketPathError: the socket directory cannot be used.
+        SocketInUseError: a live keeper has it.
+    """
+    await Keeper(settings).run()
+
+
+def _own_bytes() -> int:
+    """Resident memory of this process. Held weights are not mapped, so they do not count."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,270 @@
+"""The whole product under Docker Compose, with a real model: one project, used as a user uses it, from up to down.
+
+The tests run in the order of this file, on one running project; an engine start takes 25 s.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from compose_project import (
+    FALLBACK,
+    MAPPED,
+    ROOT,
+    Project,
+    docker,
+    stopped_at_end,
+    swap_cities,
+    until,
+)
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
+
+MODEL_BYTES = 269_030_016
+"""Of SmolLM2-135M's parameters in bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A project that `scripts/up` has brought up on a copy of the default model."""
+    place = tmp_path_factory.mktemp("compose")
+    subprocess.run([str(ROOT / "scripts" / "model")], check=True, stdin=subprocess.DEVNULL)
+    model = place / "model"
+    shutil.copytree(ROOT / ".work" / "models" / "SmolLM2-135M-Instruct", model)
+    with stopped_at_end(Project(place / "project", model, f"wktest{os.getpid()}")) as made:
+        made.said_by_up = made.script("up")
+        yield made
+
+
+@pytest.fixture
+def engine(project: Project) -> tuple[str, str]:
+    """The identity of a healthy engine, from which a test starts."""
+    until("the engine is healthy", lambda: project.health("engine") == "healthy")
+    until("the supervisor is there", lambda: project.health("supervisor") == "healthy")
+    return project.identity("engine")
+
+
+@pytest.fixture
+def sidecar(project: Project) -> Iterator[tuple[str, str]]:
+    """The identity of the sidecar, which is the same after the test."""
+    before = project.identity("sidecar")
+    yield before
+    assert project.identity("sidecar") == before, "the sidecar was restarted or replaced"
+
+
+def test_up_ends_with_a_right_answer_and_the_commands_to_go_on_with(project: Project):
+    """`make up` shows progress, one real answer, and what can be done next."""
+    assert "sidecar: holds /model: 0.27 GB" in project.said_by_up
+    assert "Paris" in project.said_by_up
+    assert "make restart-engine" in project.said_by_up
+    assert "Paris" in project.answer()
+
+
+def test_first_engine_maps_all_parameters(project: Project, engine, sidecar):
+    """The engine says what it mapped, and the keeper shows one lease on the bytes that it holds."""
+    assert project.mapped_bytes() >= MODEL_BYTES
+    status = project.status()
+    assert status["state"] == "ready" and status["held"]["nbytes"] >= MODEL_BYTES
+    assert [lease["mode"] for lease in status["leases"]] == ["zero_copy"]
+    assert status["last_report"]["event"] == "mapped" and status["fallbacks"] == {}
+
+
+def test_services_run_as_one_unprivileged_user_on_a_read_only_root(project: Project):
+    """uid 1000 in all three, nothing writable but volumes and tmpfs, no capability, no way to gain one."""
+    for service in ("sidecar", "engine", "supervisor"):
+        described = project.container(service)
+        assert described["Config"]["User"] == "1000:1000"
+        assert described["HostConfig"]["ReadonlyRootfs"] is True
+        assert described["HostConfig"]["CapDrop"] == ["ALL"]
+        assert described["HostConfig"]["SecurityOpt"] == ["no-new-privileges:true"]
+        assert described["HostConfig"]["RestartPolicy"]["Name"] == "unless-stopped"
+    labelled = docker("ps", "-q", "--no-trunc", "--filter", "label=weightkeeper.supervise=true").split()
+    assert project.identity("engine")[0] in labelled
+    assert project.identity("sidecar")[0] not in labelled
+
+
+def test_up_again_changes_nothing(project: Project, engine, sidecar):
+    """`make up` on a running project replaces and restarts nothing, and .env stays as it is."""
+    settings = (project.directory / ".env").stat()
+    project.script("env")
+    project.compose("up", "-d", "--no-build")
+    assert project.identity("engine") == engine
+    assert (project.directory / ".env").stat() == settings
+
+
+def test_restart_engine_maps_and_tells_where_the_seconds_went(project: Project, engine, sidecar):
+    """Only the engine restarts; the rows of the table add up; the history has the cause."""
+    said = project.script("restart-engine")
+    assert project.identity("engine")[0] == engine[0] and project.identity("engine") != engine
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert len(project.status()["leases"]) == 1
+    rows = [line.split(" s  ") for line in said.splitlines() if " s  " in line]
+    *parts, (whole, text) = [(float(seconds), name) for seconds, name in rows]
+    assert sum(seconds for seconds, _ in parts) == pytest.approx(whole, abs=0.1)
+    assert {"container stopped and started", "worker: map", "first answer"} <= {name for _, name in parts}
+    assert "Paris" in text
+    assert "sidecar: the same container, not restarted" in said
+    last = project.history()[-1]
+    assert last["service"] == "engine" and "make restart-engine" in last["cause"]
+
+
+def test_status_shows_model_bytes_lease_and_last_cause(project: Project, engine, sidecar):
+    """`make status` has it all in words, and as JSON behind them."""
+    shown = project.script("status")
+    assert "/model" in shown and "healthy" in shown and "make restart-engine" in shown
+    told = json.loads(project.script("status", "--json"))
+    assert told["keeper"]["held"]["nbytes"] >= MODEL_BYTES
+    assert told["engine"]["state"] == "healthy" and told["engine"]["id"] == engine[0][:12]
+    assert "make restart-engine" in told["last_restart"]["cause"]
+
+
+@pytest.mark.parametrize(("how", "old", "new"), [("in place", 2048, 1024), ("by rename", 1024, 512)])
+def test_edited_option_restarts_the_engine_alone(project: Project, engine, sidecar, how: str, old: int, new: int):
+    """G20: a saved engine.yaml is acted on however the editor saves; the log has old → new; the weights are mapped."""
+    text = project.engine_yaml.read_text().replace(f"max-model-len: {old}", f"max-model-len: {new}")
+    if how == "in place":
+        project.engine_yaml.write_text(text)
+    else:
+        (project.directory / ".engine.yaml.swp").write_text(text)
+        (project.directory / ".engine.yaml.swp").rename(project.engine_yaml)
+    project.wait_for_new_engine(engine)
+    assert project.get("/v1/models")["data"][0]["max_model_len"] == new
+    assert project.log("supervisor").count(f"restart engine: engine.yaml max-model-len {old} → {new}") == 1
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert "Paris" in project.answer()
+
+
+def test_bad_edit_keeps_the_running_engine(project: Project, engine, sidecar):
+    """A file that is no YAML is said once with its line, and nothing is restarted; put right, nothing is either."""
+    good = project.engine_yaml.read_text()
+    project.engine_yaml.write_text(good + "max-model-len: [512\n")
+    line = good.count("\n") + 2
+    until("the fault is said", lambda: f"line {line}" in project.log("supervisor"), 30)
+    assert project.identity("engine") == engine
+    assert "Paris" in project.answer()
+    project.engine_yaml.write_text(good)
+    actions = len(project.history())
+    # Something that is acted on, so that the file put right is known to have been seen before it.
+    project.engine_yaml.write_text(good.replace("max-model-len: 512", "max-model-len: 2048"))
+    project.wait_for_new_engine(engine)
+    until("one action", lambda: len(project.history()) == actions + 1, 60)
+    assert "max-model-len 512 → 2048" in project.history()[-1]["cause"]
+
+
+@pytest.mark.parametrize("program", ["vllm serve", "VLLM::EngineCore"])
+def test_killed_engine_comes_back_by_itself_and_maps(project: Project, engine, sidecar, program: str):
+    """SIGKILL of the server or of the engine core: the container ends, Docker starts it again, weights are mapped."""
+    project.signal("engine", program, signal.SIGKILL)
+    project.wait_for_new_engine(engine)
+    assert project.identity("engine")[0] == engine[0]
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert [lease["mode"] for lease in project.status()["leases"]] == ["zero_copy"]
+    assert "Paris" in project.answer()
+
+
+def test_killed_keeper_leaves_the_engine_running_and_takes_over_its_old_socket(project: Project, engine):
+    """G10: the engine computes on; the new keeper takes over the dead socket in one line, loads, and is mapped."""
+    before = project.identity("sidecar")
+    project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
+    until("the sidecar was started again", lambda: project.identity("sidecar") != before, 60)
+    assert "Paris" in project.answer()
+    until("the keeper is ready again", lambda: project.keeper_state() == "ready")
+    until("the sidecar is healthy", lambda: project.health("sidecar") == "healthy", 60)
+    assert project.identity("engine") == engine and "Paris" in project.answer()
+    assert project.log("sidecar").count("took over") == 1
+    project.script("restart-engine")
+    assert project.mapped_bytes() >= MODEL_BYTES
+
+
+def test_keeper_killed_while_loading_is_waited_for(project: Project, engine):
+    """G01: nothing of the killed load counts; an engine that starts meanwhile waits for the new one and maps it."""
+    before = project.identity("sidecar")
+    project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
+    until("the keeper loads", lambda: project.identity("sidecar") != before and project.keeper_state() == "loading", 60)
+    loading = project.identity("sidecar")
+    project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
+    until("the sidecar was started once more", lambda: project.identity("sidecar") != loading, 60)
+    project.compose("restart", "engine")
+    project.wait_for_new_engine(engine)
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert project.status()["loads"] == 1
+    assert "Paris" in project.answer()
+
+
+def test_fine_tune_copied_over_the_model_is_never_served_from_the_old_weights(project: Project, engine, sidecar):
+    """C01: other bytes under the same headers go to disk with code=mismatch, until `make load` replaces them."""
+    old = project.status()["held"]["fingerprint"]
+    swap_cities(project.model)
+    project.script("restart-engine", "fine-tune")
+    code, why = FALLBACK.search(project.log("engine")).groups()
+    assert code == "mismatch" and ".safetensors" in why
+    assert not MAPPED.search(project.log("engine"))
+    assert "London" in project.answer()
+    assert project.status()["fallbacks"] == {"mismatch": 1}
+    assert project.status()["leases"] == []
+    project.script("load")
+    held = project.status()["held"]
+    assert held["fingerprint"] != old and held["generation"] == 2
+    project.script("restart-engine", "mapped again")
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert "London" in project.answer()
+    swap_cities(project.model)
+
+
+def test_release_gives_the_memory_back_and_load_brings_it_again(project: Project, engine, sidecar):
+    """The sidecar stays, healthy and empty, without an engine; `make load` ends with an engine that maps the model."""
+    assert shared_bytes(project) >= MODEL_BYTES
+    said = project.script("release")
+    assert project.keeper_state() == "released"
+    assert project.container("engine")["State"]["Running"] is False
+    until("the memory is back", lambda: shared_bytes(project) < MODEL_BYTES // 10, 30)
+    assert "make load" in said
+    project.script("load")
+    until("the engine is healthy", lambda: project.health("engine") == "healthy")
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert "Paris" in project.answer()
+
+
+def test_everything_comes_back_by_itself_when_the_docker_engine_restarts(project: Project, engine):
+    """Docker starts the containers in any order, without depends_on: the engine waits for the keeper and maps."""
+    ours = {project.identity(service)[0] for service in ("sidecar", "engine", "supervisor")}
+    foreign = set(docker("ps", "-q", "--no-trunc").split()) - ours
+    if foreign:
+        pytest.skip(f"{len(foreign)} other containers run here; restarting the Docker engine would stop them")
+    subprocess.run([str(ROOT / "scripts" / "docker-engine"), "restart"], check=True, stdin=subprocess.DEVNULL)
+    project.wait_for_new_engine(engine)
+    assert {project.identity(service)[0] for service in ("sidecar", "engine", "supervisor")} == ours
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert "Paris" in project.answer()
+    until("the supervisor is healthy", lambda: project.health("supervisor") == "healthy", 60)
+
+
+def test_down_leaves_nothing_but_the_named_volumes(project: Project):
+    """No container, no network; the three volumes stay, and go with --volumes."""
+    project.script("down")
+    of_project = f"label=com.docker.compose.project={project.name}"
+    assert docker("ps", "-aq", "--filter", of_project) == ""
+    assert docker("network", "ls", "-q", "--filter", of_project) == ""
+    volumes = set(docker("volume", "ls", "-q", "--filter", of_project).split())
+    assert volumes == {f"{project.name}_{name}" for name in ("sockets", "cache", "state")}
+    left = {line for line in docker("volume", "ls", "-q").split() if line.startswith(project.name)}
+    assert left == volumes
+
+
+def shared_bytes(project: Project) -> int:
+    """Shared memory in the sidecar's control group, where sealed memory files are counted, in bytes."""
+    pid = project.container("sidecar")["State"]["Pid"]
+    groups = dict(
+        (line.split(":")[1], line.split(":")[2]) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    )
+    for file in (Path(f"/sys/fs/cgroup{groups.get('', '')}"), Path(f"/sys/fs/cgroup/memory{groups.get('memory', '')}")):
+        with contextlib.suppress(OSError):
+            fields = dict(line.split() for line in (file / "memory.stat").read_text().splitlines())
+            return int(fields.get("total_shmem") or fields["shmem"])
+    raise AssertionError("the sidecar's memory control group was not found")
