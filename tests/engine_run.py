@@ -58,7 +58,7 @@ def main() -> None:
         )
     sampling = SamplingParams(temperature=0, max_tokens=request.get("max_tokens", 24), logprobs=1, ignore_eos=True)
     outputs = [output.outputs[0] for output in llm.generate(request["prompts"], sampling, use_tqdm=False)]
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    worker = getattr(llm.llm_engine.model_executor, "driver_worker", None)  # with several ranks they are elsewhere
     print(
         "RESULT",
         json.dumps(
@@ -69,7 +69,7 @@ def main() -> None:
                     [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
                     for output in outputs
                 ],
-                "parameter_bytes": parameter_bytes(model),
+                "parameter_bytes": parameter_bytes(worker.worker.model_runner.model) if worker else None,
                 "mapped": mapped(),
                 "pid": os.getpid(),
             }

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import anyio
+import anyio.from_thread
 import pytest
 from keepers import DEADLINE_SECONDS, KeeperProcess, connected, keeper, links_of, settled_descriptors, wait_for
 
@@ -22,9 +23,11 @@ from weightkeeper.errors import (
     NotLoadedError,
     ReleaseRefusedError,
 )
+from weightkeeper.holding import Generation
+from weightkeeper.loading import ProgressLog
 from weightkeeper.loads import Loads
 from weightkeeper.memory.host import HostMemory
-from weightkeeper.protocol import Report
+from weightkeeper.protocol import Progress, Report
 
 MEGABYTE = 1 << 20
 FINGERPRINT = {"dtype": "bfloat16"}
@@ -518,6 +521,33 @@ def test_release_stops_a_running_load(tmp_path):
         one.wait_for_state("ready")
 
 
+def test_progress_is_logged_by_stage_and_tenth_and_not_too_often(monkeypatch, caplog):
+    """A stage at once, a tenth when a second has passed, anything after ten seconds."""
+    now = [100.0]
+    monkeypatch.setattr("weightkeeper.loading.time.monotonic", lambda: now[0])
+    log = ProgressLog()
+    caplog.set_level("INFO")
+    for seconds, stage, done in (
+        (0, "reading", 0),
+        (0.5, "reading", 300),  # too soon
+        (0.6, "reading", 350),
+        (5, "reading", 390),  # the same tenth
+        (5, "reading", 399),  # ten seconds later
+        (0.1, "packing", 10),
+    ):
+        now[0] += seconds
+        log.tell(Progress(stage, done, 1000))
+    now[0] += 1
+    log.tell(Progress("waiting"))
+    assert caplog.messages == [
+        "loading: reading, 0 % (0 B of 1.0 kB)",
+        "loading: reading, 35 % (350 B of 1.0 kB)",
+        "loading: reading, 39 % (399 B of 1.0 kB)",
+        "loading: packing, 1 % (10 B of 1.0 kB)",
+        "loading: waiting",
+    ]
+
+
 def test_a_load_that_is_stopped_before_it_began_leaves_a_quiet_loop(tmp_path):
     """Asked and stopped at the same moment: the loop goes back to waiting and does not spin."""
 
@@ -536,6 +566,38 @@ def test_a_load_that_is_stopped_before_it_began_leaves_a_quiet_loop(tmp_path):
             tasks.cancel_scope.cancel()
 
     anyio.run(main)
+
+
+def test_a_change_counts_when_it_has_settled(tmp_path, monkeypatch):
+    """While files are still being copied, a failed load is not tried again; once they rest, it is, once."""
+    keys = ["at the start", "at the start", "copying", "copying more", "copied", "copied", "copied", "copied", "END"]
+    seen = []
+
+    async def main():
+        over = anyio.Event()
+
+        def key_of(config):
+            seen.append(keys[min(len(seen), len(keys) - 1)])
+            if seen[-1] == "END":
+                anyio.from_thread.run_sync(over.set)
+            return seen[-1], ()
+
+        monkeypatch.setattr("weightkeeper.retry_key.key_of", key_of)
+        loads = Loads(str(tmp_path / "engine.yaml"), ("false",), str(tmp_path), 0.01, lambda _: None)
+        started = []
+        monkeypatch.setattr(
+            "weightkeeper.loads.Generation", lambda number: started.append(len(seen)) or Generation(number)
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loads.run)
+            with anyio.fail_after(DEADLINE_SECONDS):
+                await over.wait()
+            tasks.cancel_scope.cancel()
+        assert loads.failure.startswith("the loader ended with exit code 1")
+        return started
+
+    # The second load began after the sixth look: the second in a row that found `copied`.
+    assert anyio.run(main) == [0, 6]
 
 
 def test_what_a_loader_leaves_running_ends_with_it(tmp_path):

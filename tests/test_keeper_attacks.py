@@ -241,22 +241,22 @@ def test_a_thousand_silent_connections_keep_nobody_out(one, role):
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     before = settled_descriptors(one.process.pid)
-    crowd = []
-    try:
-        for _ in range(1000):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            crowd.append(connection)
-            connection.connect(path_of(one, role))  # waits where the queue is full
+    with contextlib.ExitStack() as crowd:
+
+        def come(count):
+            for _ in range(count):
+                connection = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                connection.connect(path_of(one, role))  # waits where the queue is full
 
         def answered():
             with contextlib.suppress(RefusedError):
                 return client.status(one.socket_dir) if role == "control" else served(one)
 
+        come(900)
         assert wait_for(answered, "an answer in the crowd")
+        come(100)  # by now the first ones have been silent for long enough to go
+        assert wait_for(answered, "an answer in the second crowd")
         assert settled_descriptors(one.process.pid) <= before + 65
-    finally:
-        for connection in crowd:
-            connection.close()
     assert "64 connections are open, which is the limit; silent ones make room for new ones" in one.text()
 
 

@@ -42,10 +42,17 @@ def edit(model: Path, **values) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def children(pid: int) -> list[int]:
+    """Of a process, by the kernel's account; none where it has ended."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
 def loader_of(running: Keeper) -> int:
     """Process id of the keeper's child."""
-    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
-    return int(children[0])
+    return children(running.process.pid)[0]
 
 
 def test_every_fault_of_a_checkpoint_is_in_the_status_and_nothing_was_imported(serving, model):
@@ -222,3 +229,20 @@ def test_a_build_that_fails_sends_the_next_start_to_disk_once(model):
         assert "fallback to disk, code=build_failed" in log
         _, log = run(model, load_format="weightkeeper", extra=broken)
         assert "weightkeeper: zero_copy, mapped" in log
+
+
+def test_a_rank_that_dies_fails_the_whole_load(serving, tmp_path):
+    """All ranks of a model are ready, or none."""
+    model = models.write(tmp_path / "two", hidden=256)
+    running = serving(model, tensor_parallel_size=2)
+    other: list[int] = []
+    deadline = time.monotonic() + 60
+    while not other and time.monotonic() < deadline:
+        time.sleep(0.02)
+        other = [child for loader in children(running.process.pid) for child in children(loader)]
+    os.kill(other[0], signal.SIGKILL)
+    status = running.settle()
+    assert status.state == "failed"
+    assert status.held is None
+    assert "rank 1: its loader ended with status -9" in status.failure
+    assert not list(running.sockets.glob("cpu-*.sock"))

@@ -184,3 +184,29 @@ def test_an_option_given_to_the_engine_alone_is_a_named_mismatch(tmp_path):
         )
     assert "code=mismatch" in log
     assert re.search(r"hf overrides: the keeper has \{\}, the engine has", log)
+
+
+def test_two_ranks_map_their_own_halves(tmp_path):
+    """Tensor parallel: one loader and one socket a rank, all ranks or none, tokens as from disk."""
+    model = models.write(tmp_path / "m", hidden=256)
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    disk, _ = run(model, repack=False, options=options)
+    with keeper(model, tensor_parallel_size=2) as running:
+        held = running.status().held
+        assert sorted(held.devices) == ["cpu-0", "cpu-1"]
+        assert held.devices["cpu-0"] == held.devices["cpu-1"]
+        request = {"load_format": "weightkeeper", "extra": running.extra(fallback=False), "options": options}
+        with Engine(model, hold=True, **request) as engine:
+            answer = engine.answer()
+            assert sorted(lease.device for lease in running.status().leases) == ["cpu-0", "cpu-1"]
+            engine.end()
+            assert engine.log().count("weightkeeper: zero_copy, mapped") == 2
+    assert answer["tokens"] == disk["tokens"]
+
+
+def test_another_number_of_ranks_is_a_named_mismatch(tmp_path):
+    """A shard is not a model."""
+    model = models.write(tmp_path / "m", hidden=256)
+    with keeper(model, tensor_parallel_size=2) as running:
+        _, log = run(model, load_format="weightkeeper", extra=running.extra())
+    assert "code=mismatch: tensor parallel size: the keeper has 2, the engine has 1" in log

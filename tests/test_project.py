@@ -397,6 +397,16 @@ def test_a_recreation_is_finished_before_the_end(directory, fake_docker):
     assert (directory / "done").read_text() == "done\n"
 
 
+def test_a_recreation_that_does_not_end_is_left_in_time(directory, fake_docker, monkeypatch):
+    """Docker would kill the supervisor after ten seconds anyway."""
+    fake_docker("sleep 1000")
+    monkeypatch.setattr(compose, "LEAVE_SECONDS", 0.5)
+    stop = Stop()
+    stop.set()
+    with pytest.raises(ComposeError, match="not done when the supervisor had to end"):
+        Compose(directory).up("engine", stop)
+
+
 def test_recreating_names_one_service_and_builds_nothing(directory, fake_docker):
     """The words of the command, for those who want to repeat it."""
     fake_docker(f'echo "$*" >{directory}/words')

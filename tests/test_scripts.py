@@ -94,6 +94,23 @@ def test_default_model_follows_the_checkout(project: Path):
 
 
 @pytest.mark.parametrize(
+    ("listed", "files"), [("GPU 0: NVIDIA H200 (UUID: GPU-af7b61d8)", True), ("No devices found", False)]
+)
+def test_gpu_brings_its_compose_file(project: Path, model: Path, tmp_path: Path, listed: str, files: bool):
+    """Where nvidia-smi lists a GPU, compose.gpu.yaml takes part; a choice already in .env stays."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listed}'\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    assert env(project, MODEL=str(model), PATH=path).returncode == 0
+    assert written(project)["COMPOSE_FILE"] == ("compose.yaml:compose.gpu.yaml" if files else "compose.yaml")
+    (project / ".env").write_text("COMPOSE_FILE=compose.yaml:mine.yaml\n")
+    assert env(project, MODEL=str(model), PATH=path).returncode == 0
+    assert written(project)["COMPOSE_FILE"] == "compose.yaml:mine.yaml"
+
+
+@pytest.mark.parametrize(
     ("path", "why"),
     [
         ("missing", "is no directory on this machine"),

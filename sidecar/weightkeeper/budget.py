@@ -6,8 +6,8 @@ so they are taken from the budget; a disk load and a mapped one then plan the sa
 
 from typing import Any
 
-from weightkeeper import client, vllm_api
-from weightkeeper.errors import CacheUnusableError, WeightkeeperError
+from weightkeeper import client, room, vllm_api
+from weightkeeper.errors import CacheUnusableError
 from weightkeeper.options import Options, read
 
 logger = vllm_api.init_logger("vllm.weightkeeper")
@@ -57,35 +57,9 @@ def request(vllm_config: vllm_api.VllmConfig, snapshot: Any, formats: set[str]) 
     utilization = vllm_config.cache_config.gpu_memory_utilization
     if options.mode == "copy" and not options.release:
         held = 0  # the keeper's copy stays beside this engine's, as anybody's memory
-    allowed = requested(snapshot.total_memory, snapshot.free_memory, utilization, held, options.mode, device)
+    allowed = room.requested(snapshot.total_memory, snapshot.free_memory, utilization, held, options.mode, device)
     if options.mode == "copy":
         snapshot.free_memory += held  # given back before vLLM looks again
         snapshot.cuda_memory -= held
         snapshot.non_torch_memory -= held
-    return allowed
-
-
-def requested(total: int, free: int, utilization: float, held: int, mode: str, device: str) -> int:
-    """Bytes that the engine may use itself.
-
-    Args:
-        total: of the device.
-        free: now, with the keeper's copy in it.
-        utilization: the user's `--gpu-memory-utilization`.
-        held: by the keeper on this device.
-        mode: `zero_copy` uses the held bytes, `copy` releases them once they are copied.
-
-    Raises:
-        WeightkeeperError: it does not fit; with the total, what the keeper holds and what others hold.
-    """
-    wanted = int(-(-total * utilization // 1))
-    allowed = wanted - held if mode == "zero_copy" else wanted
-    there = free if mode == "zero_copy" else free + held
-    if allowed <= 0 or there < allowed:
-        others = max(0, total - free - held)
-        raise WeightkeeperError(
-            f"{device} has {total} bytes, {held} are held by the keeper and {others} by others; {free} are free and "
-            f"--gpu-memory-utilization {utilization} asks for {wanted} with the weights; "
-            "lower it, or free memory on this GPU"
-        )
     return allowed

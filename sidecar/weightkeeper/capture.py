@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import nn
 
+from weightkeeper.digest import digest
 from weightkeeper.errors import UnverifiedQuantizationError
-from weightkeeper.layout import Layout, Tensor, aligned
+from weightkeeper.layout import Digest, Layout, Tensor, aligned
 from weightkeeper.memory import Arena, Memory
 from weightkeeper.slots import Slot, plain_values, slots
 from weightkeeper.tensors import bytes_of, dtype_name, span
@@ -41,7 +43,7 @@ def pack(
         progress: called with (bytes packed, bytes in all).
 
     Returns:
-        The layout, and the arena, filled and not yet sealed.
+        The layout, with digests of what the arena then holds; and the arena, filled and not yet sealed.
 
     Raises:
         UnverifiedQuantizationError: a tensor is of a class that has no plain bytes.
@@ -71,11 +73,22 @@ def pack(
                 slot.tensor.data = torch.empty(0, dtype=slot.tensor.dtype, device=slot.tensor.device)
             done += size
             progress(done, nbytes)
+        layout = msgspec.structs.replace(layout, digests=_digests(storages, target))
         del target
     except BaseException:
         arena.close()
         raise
     return layout, arena
+
+
+def _digests(storages: list[_Storage], target: torch.Tensor) -> tuple[Digest, ...]:
+    """Of each storage's bytes as they lie in the arena; no memory that packing has just freed is needed for it."""
+    found = []
+    for storage in storages:
+        size = storage.stop - storage.start
+        value = digest(target[storage.offset : storage.offset + size])
+        found.append(Digest(storage.tensors[0].path, storage.offset, size, value))
+    return tuple(found)
 
 
 def _check_classes(found: list[Slot]) -> None:

@@ -77,7 +77,7 @@ class Session:
 
         Args:
             fingerprint: field → value, of what this engine would load from disk.
-            mode: `zero_copy` or `copy`.
+            mode: `zero_copy` or `copy`; or `verify`, only to read them, for which no fingerprint is compared.
 
         Raises:
             MismatchError: the keeper holds other weights; it names each field that differs.

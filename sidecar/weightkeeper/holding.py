@@ -166,6 +166,9 @@ def check_layout(layout: Layout, room: int) -> None:
         paths.add(tensor.path)
         if not 0 <= tensor.offset <= _end(tensor) <= layout.nbytes:
             raise ProtocolError(f"tensor {tensor.path!r:.200} lies outside the arena's {layout.nbytes} bytes")
+    for digest in layout.digests:
+        if not 0 <= digest.offset <= digest.offset + digest.nbytes <= layout.nbytes:
+            raise ProtocolError(f"the digest of {digest.path!r:.200} is over bytes outside the arena")
     for alias, path in layout.aliases.items():
         if alias in paths or path not in paths:
             raise ProtocolError(f"alias {alias!r:.200} of {path!r:.200} does not fit the tensors")

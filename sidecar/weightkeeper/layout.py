@@ -32,6 +32,22 @@ class Tensor(msgspec.Struct, frozen=True):
     persistent: bool = True
 
 
+class Digest(msgspec.Struct, frozen=True, array_like=True):
+    """What the bytes of one storage were when they were packed.
+
+    Attributes:
+        path: of the storage's first tensor.
+        offset: bytes from the start of the arena.
+        nbytes: under the digest; all tensors of the storage lie inside.
+        value: 32 hex digits, see `weightkeeper.digest`.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    value: str
+
+
 class Layout(msgspec.Struct, frozen=True):
     """A whole model in one arena.
 
@@ -42,6 +58,7 @@ class Layout(msgspec.Struct, frozen=True):
         nbytes: size of the arena in bytes.
         processed: the tensors are as vLLM's post-processing left them, not as they were loaded.
         skeleton: where processed, path → kind, dtype and shape of each slot before loading.
+        digests: one for each storage, for `weightkeeper verify`; none from loaders that took none.
     """
 
     tensors: tuple[Tensor, ...]
@@ -50,6 +67,7 @@ class Layout(msgspec.Struct, frozen=True):
     nbytes: int
     processed: bool = False
     skeleton: dict[str, str] = {}
+    digests: tuple[Digest, ...] = ()
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:

@@ -40,7 +40,7 @@ logger = logging.getLogger("weightkeeper.keeper")
 
 
 class ProgressLog:
-    """Progress as log lines: every stage, and inside a stage every tenth of it or every LOG_SECONDS."""
+    """Progress as log lines: every stage, and inside a stage every tenth of it, but no more than one line a second."""
 
     def __init__(self) -> None:
         self._told = ("", 0)
@@ -49,8 +49,11 @@ class ProgressLog:
     def tell(self, progress: Progress) -> None:
         tenth = progress.done_bytes * 10 // progress.total_bytes if progress.total_bytes else 0
         now = time.monotonic()
-        if (progress.stage, tenth) == self._told and now - self._told_at < LOG_SECONDS:
-            return
+        stage_before, tenth_before = self._told
+        if progress.stage == stage_before:
+            quiet = now - self._told_at
+            if quiet < 1 or (tenth == tenth_before and quiet < LOG_SECONDS):
+                return
         self._told, self._told_at = (progress.stage, tenth), now
         if progress.total_bytes:
             done, total = bytes_text(progress.done_bytes), bytes_text(progress.total_bytes)

@@ -16,6 +16,7 @@ and ends the connection.
         MapRequest       → Grant, then Segments… until all descriptors are over | Mismatch
                            the open connection is now a lease; it ends at EOF
         ReleaseRequest   → Done           copy mode: this engine's lease ends, the weights go if nobody else maps them
+                           not from a lease that only verifies, which counts as no engine anywhere
     loader channel (a socket pair made by the keeper, inherited by its child)
         Hello            → Welcome
         Progress           any number, unanswered
@@ -139,8 +140,10 @@ class Receipts(Message, frozen=True):
 
 
 class MapRequest(Message, frozen=True):
+    """With the mode `verify` the weights are only read, whatever they are: the fingerprint is not compared."""
+
     fingerprint: dict[str, str]
-    mode: Literal["zero_copy", "copy"]
+    mode: Literal["zero_copy", "copy", "verify"]
 
 
 class Mismatch(Message, frozen=True):
@@ -197,7 +200,7 @@ class Failed(Message, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """One engine that maps weights. `since` is seconds since the epoch; `pid` is 0 across PID namespaces."""
+    """One process that maps weights. `since` is seconds since the epoch; `pid` is 0 across PID namespaces."""
 
     name: str
     device: str
@@ -206,6 +209,11 @@ class Lease(msgspec.Struct, frozen=True):
     pid: int
     since: float
     generation: int
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether somebody computes on these weights; not so where they are only verified."""
+        return self.mode != "verify"
 
 
 class Loading(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from weightkeeper import adapt, fingerprint, identity, verified, vllm_api
 from weightkeeper.capture import pack
 from weightkeeper.checkpoint import Checkpoint
 from weightkeeper.errors import ConfigError, UnverifiedQuantizationError
-from weightkeeper.memory import Memory, cuda_vmm
+from weightkeeper.layout import Layout
+from weightkeeper.memory import Arena, Memory, MemoryKind, cuda_vmm
 from weightkeeper.memory.host import HostMemory
 from weightkeeper.options import Options
 from weightkeeper.protocol import Publish, Receipt
 from weightkeeper.slots import plain_values, slots
+
+Progress = Callable[[str, int, int], None]
 
 SHARED_BEFORE_PROCESSING = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Quantization method classes behind the method `none` of `verified.CPU`."""
@@ -27,83 +31,98 @@ SHARED_PROCESSED = frozenset(
 """Quantization method classes behind the methods of `verified.CUDA`."""
 
 
-def load_rank(
-    config: str,
-    options: Options,
-    checkpoint: Checkpoint,
-    receipts: tuple[Receipt, ...],
-    progress: Callable[[str, int, int], None],
-    publish: Callable[[Publish, list[int]], None],
-    rank: int = 0,
-) -> None:
-    """Load rank `rank` of the model that vLLM's config file names, and publish it.
+class RankLoader:
+    """Loads ranks of the model that vLLM's config file names; one a process.
 
     Args:
+        config: path of the file.
         receipts: of the checkpoint's files, taken before; they have to be true still when vLLM has read them.
-        progress: told (stage, bytes done, bytes in all).
-        publish: takes the message and the descriptors that go with it; they are closed afterwards.
+        scratch: directory in which the ranks of one load meet.
+
+    Attributes:
+        world_size: number of ranks.
 
     Raises:
-        WeightkeeperError: the options, the quantization or the files are refused.
+        WeightkeeperError: vLLM refuses the options, or the quantization is not verified.
     """
-    vllm_config = _vllm_config(config)
-    model_config = vllm_config.model_config
-    verified.check(model_config.quantization, "cpu" if vllm_api.is_cpu() else "cuda")
-    parallel = vllm_config.parallel_config
-    world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    if world_size != 1:
-        raise ConfigError(
-            f"{config}: tensor and pipeline parallel sizes above 1 are not supported yet, found {world_size} ranks"
+
+    def __init__(
+        self, config: str, options: Options, checkpoint: Checkpoint, receipts: tuple[Receipt, ...], scratch: Path
+    ):
+        self._config = _vllm_config(config)
+        self._options = options
+        self._checkpoint = checkpoint
+        self._receipts = receipts
+        self._scratch = scratch
+        self._on_cpu = vllm_api.is_cpu()
+        verified.check(self._config.model_config.quantization, "cpu" if self._on_cpu else "cuda")
+        parallel = self._config.parallel_config
+        self.world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        if parallel.data_parallel_size > 1:
+            raise ConfigError(f"{config}: data-parallel-size {parallel.data_parallel_size} is not supported yet; use 1")
+
+    def load(self, rank: int, progress: Progress, publish: Callable[[Publish, list[int]], None]) -> None:
+        """Load one rank and publish it.
+
+        Args:
+            rank: 0 ≤ rank < world_size; all ranks have to be loading at the same time.
+            progress: told (stage, bytes done, bytes in all).
+            publish: takes the message and the descriptors that go with it; they are closed afterwards.
+
+        Raises:
+            WeightkeeperError: the model's layers, its files or the memory are refused.
+        """
+        model_config = self._config.model_config
+        device = vllm_api.load_device(self._config, self._config.load_config)
+        if not self._on_cpu:
+            vllm_api.prepare_device(rank, device)
+        conditions = vllm_api.conditions(self._config, model_config, rank, self._options.disk_load_format)
+        with vllm_api.process_group(self._config, rank, f"file://{self._scratch}/ranks"):
+            layout, arena, kind = self._pack(device, progress)
+            name = vllm_api.device_name(rank)
+        arena.seal()
+        message = Publish(
+            device=name,
+            rank=rank,
+            world_size=self.world_size,
+            model=model_config.model,
+            fingerprint=fingerprint.compose({r.name: r.blake3 for r in self._receipts}, conditions),
+            receipts=self._receipts,
+            kind=kind,
+            sizes=arena.sizes,
+            layout=layout,
         )
-    on_cpu = vllm_api.is_cpu()
-    device = vllm_api.load_device(vllm_config, vllm_config.load_config)
-    if not on_cpu:
-        vllm_api.prepare_device(rank, device)
-    conditions = vllm_api.conditions(vllm_config, model_config, rank, options.disk_load_format)
-    meeting = f"file://{os.environ['WEIGHTKEEPER_SCRATCH']}/ranks"
-    with vllm_api.process_group(vllm_config, rank, meeting):
-        model = vllm_api.build(vllm_config, model_config, "", device)
-        _check_methods(model, on_cpu)
+        descriptors = arena.export()
+        try:
+            publish(message, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            arena.close()
+
+    def _pack(self, device: torch.device, progress: Progress) -> tuple[Layout, Arena, MemoryKind]:
+        model_config = self._config.model_config
+        model = vllm_api.build(self._config, model_config, "", device)
+        _check_methods(model, self._on_cpu)
         before = plain_values(model)
-        skeleton = None if on_cpu else adapt.skeleton(slots(model))
-        load_format = options.disk_load_format
-        if load_format == "auto":
-            load_format = checkpoint.load_format  # the files that were hashed, and no others
-        disk = vllm_api.disk_loader(vllm_config.load_config, load_format, options.disk_extra_config)
-        with vllm_api.default_dtype(model_config), _counted(model, checkpoint.nbytes, progress):
-            disk.load_weights(model, model_config)
-        identity.check_unchanged(checkpoint, receipts)
-        if on_cpu:
-            memory: Memory = HostMemory(freed_while_filling=checkpoint.nbytes)
+        skeleton = None if self._on_cpu else adapt.skeleton(slots(model))
+        with vllm_api.default_dtype(model_config), _counted(model, self._checkpoint.nbytes, progress):
+            self._disk().load_weights(model, model_config)
+        identity.check_unchanged(self._checkpoint, self._receipts)
+        if self._on_cpu:
+            memory: Memory = HostMemory(freed_while_filling=self._checkpoint.nbytes)
         else:
             progress("post-processing", 0, 0)
             vllm_api.process_weights(model, model_config, device)
             memory = cuda_vmm.open_device(vllm_api.device_ordinal(), vllm_api.free_cached_memory)
-        layout, arena = pack(
-            model, memory, before, lambda done, total: progress("packing", done, total), skeleton=skeleton
-        )
-        name = vllm_api.device_name(rank)
-    arena.seal()
-    descriptors = arena.export()
-    try:
-        publish(
-            Publish(
-                device=name,
-                rank=rank,
-                world_size=world_size,
-                model=model_config.model,
-                fingerprint=fingerprint.compose({r.name: r.blake3 for r in receipts}, conditions),
-                receipts=receipts,
-                kind=memory.kind,
-                sizes=arena.sizes,
-                layout=layout,
-            ),
-            descriptors,
-        )
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        arena.close()
+        layout, arena = pack(model, memory, before, lambda *bytes_: progress("packing", *bytes_), skeleton=skeleton)
+        return layout, arena, memory.kind
+
+    def _disk(self) -> vllm_api.BaseModelLoader:
+        load_format = self._options.disk_load_format
+        if load_format == "auto":
+            load_format = self._checkpoint.load_format  # the files that were hashed, and no others
+        return vllm_api.disk_loader(self._config.load_config, load_format, self._options.disk_extra_config)
 
 
 def _vllm_config(config: str) -> vllm_api.VllmConfig:
@@ -132,7 +151,7 @@ def _check_methods(model: nn.Module, on_cpu: bool) -> None:
 class _counted:
     """While it lasts, tells how many bytes of the checkpoint have gone into the model."""
 
-    def __init__(self, model: nn.Module, total: int, progress: Callable[[str, int, int], None]):
+    def __init__(self, model: nn.Module, total: int, progress: Progress):
         self._model, self._total, self._progress = model, total, progress
 
     def __enter__(self) -> None:

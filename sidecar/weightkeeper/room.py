@@ -1,5 +1,6 @@
-"""Whether a disk load fits beside weights that the keeper holds."""
+"""Whether what an engine wants fits beside weights that the keeper holds."""
 
+import math
 import os
 
 from weightkeeper.checkpoint import open_checkpoint
@@ -41,3 +42,29 @@ def check(path: str | os.PathLike[str], cause: WeightkeeperError) -> None:
             f"the keeper's copy is not used because of code={cause.code}: {cause}; "
             "`make load` replaces what it holds"
         ) from cause
+
+
+def requested(total: int, free: int, utilization: float, held: int, mode: str, device: str) -> int:
+    """Bytes that the engine may use itself.
+
+    Args:
+        total: of the device.
+        free: now, with the keeper's copy in it.
+        utilization: the user's `--gpu-memory-utilization`.
+        held: by the keeper on this device.
+        mode: `zero_copy` uses the held bytes, `copy` releases them once they are copied.
+
+    Raises:
+        NoRoomError: it does not fit; with the total, what the keeper holds and what others hold.
+    """
+    wanted = math.ceil(total * utilization)
+    allowed = wanted - held if mode == "zero_copy" else wanted
+    there = free if mode == "zero_copy" else free + held
+    if allowed <= 0 or there < allowed:
+        others = max(0, total - free - held)
+        raise NoRoomError(
+            f"{device} has {total} bytes, {held} are held by the keeper and {others} by others; {free} are free and "
+            f"--gpu-memory-utilization {utilization} asks for {wanted} with the weights; "
+            "lower it, or free memory on this GPU"
+        )
+    return allowed

@@ -86,7 +86,7 @@ class EngineDialogue:
                         lease = await self._grant(connection, request)
                         if lease is None:
                             return
-                    case ReleaseRequest() if lease is not None:
+                    case ReleaseRequest() if lease is not None and lease.is_engine:
                         connection.is_lease = False
                         ended, lease = lease, None
                         await connection.channel.send(Done(self.give_back(ended)))

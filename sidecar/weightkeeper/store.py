@@ -93,11 +93,8 @@ class Store:
             MismatchError: the engine asks for other weights.
         """
         part = self.part(device)
-        if self._build_failed:
-            cause, self._build_failed = self._build_failed, ""
-            raise BuildFailedError(f"the last engine failed while it built on these weights: {cause}")
-        if found := fingerprint.differences(part.fingerprint, request.fingerprint):
-            raise MismatchError(found)
+        if request.mode != "verify":
+            self._check(part, request)
         descriptors: list[int] = []
         try:
             for descriptor in part.descriptors:
@@ -110,6 +107,13 @@ class Store:
         self._leases.append(lease)
         logger.info("lease begins: %s", _described(lease))
         return Granted(lease, part.grant, descriptors)
+
+    def _check(self, part: Part, request: MapRequest) -> None:
+        if self._build_failed:
+            cause, self._build_failed = self._build_failed, ""
+            raise BuildFailedError(f"the last engine failed while it built on these weights: {cause}")
+        if found := fingerprint.differences(part.fingerprint, request.fingerprint):
+            raise MismatchError(found)
 
     def end(self, lease: Lease) -> None:
         """The engine is gone. Ending a lease twice does nothing."""
@@ -126,7 +130,7 @@ class Store:
         self.end(lease)
         if self.current is None or self.current.number != lease.generation:
             return "these weights are no longer offered"
-        others = self._leases_on(lease.generation)
+        others = self._engines_on(lease.generation)
         if others:
             return f"kept: {len(others)} other engine(s) map these weights"
         return self._release()
@@ -137,7 +141,7 @@ class Store:
         Raises:
             ReleaseRefusedError: engines map them and `force` is not set; it names them.
         """
-        leases = self._leases_on(self.current.number) if self.current else []
+        leases = self._engines_on(self.current.number) if self.current else []
         if leases and not force:
             names = ", ".join(lease.name or f"an engine with pid {lease.pid}" for lease in leases)
             raise ReleaseRefusedError(
@@ -177,6 +181,9 @@ class Store:
     def _leases_on(self, number: int) -> list[Lease]:
         return [lease for lease in self._leases if lease.generation == number]
 
+    def _engines_on(self, number: int) -> list[Lease]:
+        return [lease for lease in self._leases_on(number) if lease.is_engine]
+
     def _release(self) -> str:
         held = self.held
         self._drop()
@@ -184,7 +191,7 @@ class Store:
         if held is None:
             return "nothing was held"
         text = f"generation {held.generation}, {bytes_text(held.nbytes)}"
-        if leases := self._leases_on(held.generation):
+        if leases := self._engines_on(held.generation):
             text += f"; {len(leases)} engine(s) still map it"
         logger.info("released: %s", text)
         return text

@@ -78,6 +78,8 @@ def process_group(vllm_config: VllmConfig, rank: int, init_method: str) -> Itera
 
     parallel = vllm_config.parallel_config
     sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    # the CPU's communicator names its shared memory after the meeting place, as a worker does
+    os.environ.setdefault("VLLM_DIST_IDENT", os.path.basename(os.path.dirname(init_method)))
     try:
         init_distributed_environment(
             world_size=sizes[0] * sizes[1],

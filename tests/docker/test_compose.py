@@ -245,6 +245,20 @@ def test_everything_comes_back_by_itself_when_the_docker_engine_restarts(project
     until("the supervisor is healthy", lambda: project.health("supervisor") == "healthy", 60)
 
 
+def test_up_with_another_model_replaces_sidecar_and_engine_once(project: Project, engine, tmp_path: Path):
+    """`MODEL=/path make up` on a running project: the other checkpoint is held, mapped and served."""
+    other = tmp_path / "fine-tune"
+    shutil.copytree(project.model, other)
+    swap_cities(other)
+    actions = len(project.history())
+    project.environment["MODEL"] = str(other)
+    assert "London" in project.script("up")
+    assert project.identity("engine") != engine
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert project.status()["fallbacks"] == {} and project.status()["loads"] == 1
+    assert len(project.history()) == actions, "the supervisor acted too"
+
+
 def test_down_leaves_nothing_but_the_named_volumes(project: Project):
     """No container, no network; the three volumes stay, and go with --volumes."""
     project.script("down")

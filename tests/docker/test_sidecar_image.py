@@ -78,6 +78,29 @@ def test_faulty_checkpoint_makes_the_service_unhealthy_with_the_list(name: str, 
         assert "git lfs pull" in text and missing in text
 
 
+def test_links_of_a_cache_snapshot_lead_to_the_blobs_beside_the_model(tmp_path: Path):
+    """A snapshot's files are links to ../../blobs; mounted as compose.yaml does it, the checkpoint is whole."""
+    snapshot, blobs = tmp_path / "snapshots" / "0123abcd", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    header = json.dumps({"a.weight": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    contents = {
+        "config.json": b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}',
+        "model.safetensors": len(header).to_bytes(8, "little") + header + bytes(4),
+    }
+    for number, (file, content) in enumerate(contents.items()):
+        (blobs / f"{number:040x}").write_bytes(content)
+        (snapshot / file).symlink_to(f"../../blobs/{number:040x}")
+    for directory in (tmp_path, snapshot.parent, snapshot, blobs):
+        directory.chmod(0o755)
+    mounts = ("-v", f"{snapshot}:/model:ro", "-v", f"{blobs}:/blobs:ro")
+    done = run(*mounts, IMAGE, "weightkeeper", "inspect", "--json", "--no-identity", "/model")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tensor_bytes"] == 4
+    alone = run(*mounts[:2], IMAGE, "weightkeeper", "inspect", "/model")
+    assert alone.returncode == 1 and ":/blobs:ro" in alone.stderr
+
+
 @pytest.mark.parametrize("service", ["sidecar", "engine", "supervisor"])
 def test_images_give_signals_and_exit_codes_to_the_program(service: str):
     """The entrypoints exec: what is run is process 1 itself, and its exit code is the container's."""

@@ -30,7 +30,8 @@ def command(socket_dir: str, timeout_s: float) -> None:
 
 def _line(state: Status) -> str:
     if state.held is not None:
-        text = f"ready: {state.held.model}, {bytes_text(state.held.nbytes)}, {len(state.leases)} engine(s)"
+        engines = sum(lease.is_engine for lease in state.leases)
+        text = f"ready: {state.held.model}, {bytes_text(state.held.nbytes)}, {engines} engine(s)"
         return f"{text}; the last load failed: {state.failure}" if state.failure else text
     if state.state == "loading":
         return f"loading: {client.loading_text(state)}"

@@ -46,10 +46,14 @@ def rows(state: Status, now: float) -> Iterator[tuple[str, str]]:
     for old in state.releasing:
         count = sum(lease.generation == old.generation for lease in state.leases)
         yield "releasing", f"generation {old.generation}, {bytes_text(old.nbytes)}, mapped by {count} engine(s)"
-    for lease in state.leases:
+    engines = [lease for lease in state.leases if lease.is_engine]
+    for lease in engines:
         yield "engines", _lease(lease, now)
-    if not state.leases:
+    if not engines:
         yield "engines", "none"
+    for lease in state.leases:
+        if not lease.is_engine:
+            yield "verifying", _lease(lease, now)
     if state.fallbacks:
         yield "fallbacks", ", ".join(f"{code} {count}" for code, count in sorted(state.fallbacks.items()))
     if state.last_report is not None:

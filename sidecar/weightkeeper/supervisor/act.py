@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 """To restart a container while Docker keeps being lost."""
 
+LEVELS = {"healthy": logging.INFO, "running": logging.INFO, "skipped": logging.WARNING, "starting": logging.WARNING}
+"""Of the line about a result; the others are errors."""
+
 ENDING = "the supervisor was told to end"
 
 
@@ -71,7 +74,7 @@ class Actor:
         try:
             for outcome in outcomes:
                 is_good = is_good and outcome.is_good
-                log.log(logging.INFO if outcome.is_good else logging.ERROR, "%s", said(action, service, outcome))
+                log.log(LEVELS.get(outcome.result, logging.ERROR), "%s", said(action, service, outcome))
                 put(self._history, action, service, cause, outcome)
         except NotSupervisedError:
             raise
@@ -83,6 +86,8 @@ class Actor:
 
     def _restart(self, service: str, is_start: bool) -> Iterator[Outcome]:
         for container in self._engines.containers(service):
+            if self._stop.is_set():
+                return
             if is_stopped(container.attrs) and not is_start:
                 yield Outcome("skipped", 0.0, f"{container.name} is stopped", container.id, container.id)
                 continue

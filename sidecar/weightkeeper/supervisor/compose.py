@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ UP_SECONDS = 1800.0
 
 LEAVE_SECONDS = 8.0
 """For a recreation under way when the supervisor is told to end; Docker's own patience is 10 s."""
+
+ENDING = "not done when the supervisor had to end"
+
+LOOK_SECONDS = 0.2
 
 INHERITED = ("PATH", "HOME", "DOCKER_HOST")
 """All that Compose sees of our environment, so that only `.env` counts when it interpolates."""
@@ -91,19 +96,19 @@ class Compose:
             start_new_session=True,
         )
         with process:
-            left = limit_s
+            deadline = time.monotonic() + limit_s
+            late = f"not done in {limit_s:.0f} s"
             while True:
                 try:
-                    output, errors = process.communicate(timeout=min(0.2, left))
+                    output, errors = process.communicate(timeout=LOOK_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
-                    left -= 0.2
-                    if stop and stop.is_set():
-                        left = min(left, LEAVE_SECONDS)
-                if left <= 0:
+                    if stop and stop.is_set() and late != ENDING:
+                        deadline, late = time.monotonic() + LEAVE_SECONDS, ENDING
+                if time.monotonic() > deadline:
                     os.killpg(process.pid, signal.SIGKILL)  # the docker program and its Compose plugin
                     output, errors = process.communicate()
-                    raise ComposeError(command, None, output, errors, f"not done in {limit_s:.0f} s")
+                    raise ComposeError(command, None, output, errors, late)
         if process.returncode:
             raise ComposeError(command, process.returncode, output, errors, "; ".join(_messages(errors)))
         return output, errors

@@ -12,12 +12,15 @@ from weightkeeper.supervisor.connection import Connection, docker_answers
 from weightkeeper.supervisor.engines import PROJECT_LABEL, SERVICE_LABEL
 from weightkeeper.supervisor.follow import SECOND_NS
 from weightkeeper.supervisor.project import LABEL
-from weightkeeper.supervisor.stop import Stop
+from weightkeeper.supervisor.stop import STEP_SECONDS, Stop
 
 log = logging.getLogger(__name__)
 
 HARMLESS = ("1", "10", "12", "18", "23", "28", "HUP", "SIGHUP", "USR1", "SIGUSR1", "USR2", "SIGUSR2")
 """Signals that do not end an engine: they reload it, or make it say something."""
+
+BEGIN_SECONDS = 10.0
+"""For the first stream of events to begin."""
 
 PAUSE_SECONDS = 0.2
 """Between the end of a stream of events and the next one."""
@@ -107,12 +110,14 @@ class Deaths:
         self._reader = Reader()
         self._began_ns = 0
         self._starts: dict[str, str] = {}
-        self.is_listening = threading.Event()
+        self._is_listening = False
 
     def begin(self) -> None:
-        """Start listening; returns when no later event can be missed."""
+        """Start listening; returns when no later event can be missed, or Docker does not answer for now."""
         threading.Thread(target=self._run, name="deaths", daemon=True).start()
-        self.is_listening.wait(timeout=10)
+        deadline = time.monotonic() + BEGIN_SECONDS
+        while not self._is_listening and time.monotonic() < deadline and not self._stop.wait(STEP_SECONDS):
+            pass
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -130,7 +135,7 @@ class Deaths:
         """Read events until the connection ends."""
         began = self._began_ns = self._began_ns or time.time_ns()
         events = self._events(since=_text(self._reader.last_ns or began))
-        self.is_listening.set()
+        self._is_listening = True
         # What happened while nobody listened is told first; the stream repeats it, and that counts for nothing.
         told = {
             self._feed(event)

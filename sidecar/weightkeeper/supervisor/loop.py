@@ -77,8 +77,6 @@ class Supervisor:
         self._applied = snapshot
         self._actor = Actor(engines, self._connection, self._history, self._stop, self._why_over)
         Deaths(snapshot.name, self._connection, self._tell, self._stop).begin()
-        named = [f"{one.name} ({one.config.path if one.config else 'no config file'})" for one in snapshot.engines]
-        log.info("supervising %s in %s: %s", snapshot.name, self._compose.directory, ", ".join(named) or "no engine")
         for engine in snapshot.engines:
             if engine.config and engine.config.fault:
                 self._say(Nothing(engine.name, engine.config.fault), [engine.config.path])
@@ -89,6 +87,8 @@ class Supervisor:
                 log.warning("%s", error)
         if not snapshot.engines:
             log.warning("no service carries the label %s: true; there is nothing to supervise", project.LABEL)
+        named = [f"{one.name} ({one.config.path if one.config else 'no config file'})" for one in snapshot.engines]
+        log.info("supervising %s in %s: %s", snapshot.name, self._compose.directory, ", ".join(named) or "no engine")
 
     def _handle(self, changed: Iterable[Path]) -> None:
         """Plan and act until nothing is left to do; what comes meanwhile goes into the next plan."""
@@ -152,9 +152,12 @@ class Supervisor:
         return snapshot
 
     def _tell_nothing(self, action: Nothing, snapshot: Snapshot) -> bool:
-        """Say why nothing is done; whether that had not been said yet."""
+        """Say why nothing is done; whether that had not been said yet. Only a fault stays in the plan after that."""
         service = snapshot.services.get(action.service)
-        return self._say(action, [service.config.path] if service and service.config else [])
+        if service and service.config and service.config.fault:
+            return self._say(action, [service.config.path])
+        log.warning("%s", action)
+        return True
 
     def _say(self, action: Nothing, paths: Iterable[Path]) -> bool:
         """Log a line, unless it was said for the same content of these files."""
