@@ -25,10 +25,12 @@ def test_options_come_with_dashes_and_typed_values():
         (b"model: a\nmodel: b\n", "the key 'model' is given twice"),
         (b"max-model-len: 1\nmax_model_len: 2\n", "max-model-len is given twice, with a dash and with an underscore"),
         (b"a: \xff\n", "not readable as YAML"),
+        (b"day: 2026-13-01\n", "not readable as YAML: month must be in 1..12"),
+        (b"[" * 5000, "not readable as YAML"),
         (b"a: !override b\n", "could not determine a constructor"),
         (b"? [1, 2]\n: 3\n", "unhashable key"),
     ],
-    ids=["empty", "comment", "list", "cut", "twice", "two spellings", "not text", "tag", "list as key"],
+    ids=["empty", "comment", "list", "cut", "twice", "two spellings", "not text", "no such day", "deep", "tag", "list as key"],
 )
 def test_a_file_that_cannot_be_used_says_why(raw, words):
     """With line and column where there is one."""

@@ -37,7 +37,7 @@ def parse(raw: bytes, name: str) -> dict[str, Any]:
         mark = error.problem_mark
         where = f", line {mark.line + 1} column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{name}{where}: {error.problem or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: not readable as YAML: {error}") from error
     if values is None:
         raise ConfigError(f"{name}: empty; vLLM refuses an empty config file, remove --config instead")

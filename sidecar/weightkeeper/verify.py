@@ -1,5 +1,6 @@
 """What a keeper holds, read through a mapping, against the digests that were taken when it was packed."""
 
+import bisect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,11 @@ import torch
 
 from weightkeeper import client, memory
 from weightkeeper.digest import digest
-from weightkeeper.errors import MemoryKindError, ProtocolError, WeightkeeperError
+from weightkeeper.errors import MemoryKindError, ProtocolError
 from weightkeeper.layout import Digest, Layout, Tensor
 from weightkeeper.memory import MemoryKind
 from weightkeeper.protocol import Grant
-from weightkeeper.tensors import bytes_of, extent
+from weightkeeper.tensors import bytes_of, dtype_of
 
 LEASE_NAME = "verify"
 """How `status` shows who is reading."""
@@ -86,8 +87,8 @@ def verify(
         whole = bytes_of(region)  # unmapped with its last view
         try:
             return _compare(device, granted.grant, whole, progress)
-        except torch.AcceleratorError as error:
-            raise MemoryKindError(f"{device} could not be read: {error}; look for its errors in `dmesg`") from error
+        except RuntimeError as error:
+            raise MemoryKindError(f"{device} could not be read: {error}; `dmesg` has what the driver saw") from error
 
 
 def _memory(kind: MemoryKind, device: str) -> memory.Memory:
@@ -128,21 +129,30 @@ def _compare(device: str, grant: Grant, whole: torch.Tensor, progress: Callable[
 
 def _paths(layout: Layout, found: Digest) -> Iterator[str]:
     """The storage's own name, then every other tensor and tie that lies in it."""
-    inside = [each.path for each in layout.tensors if _covers(found, each)]
-    ties = [alias for alias, path in layout.aliases.items() if path in inside or path == found.path]
-    yield from dict.fromkeys([found.path, *inside, *ties])
+    inside = {found.path} | {each.path for each in layout.tensors if _covers(found, *_extent(each))}
+    yield found.path
+    yield from (each.path for each in layout.tensors if each.path in inside - {found.path})
+    yield from (alias for alias, path in layout.aliases.items() if path in inside)
 
 
 def _unchecked(layout: Layout) -> Iterator[str]:
-    for each in layout.tensors:
-        start, stop = extent(each)
-        if start < stop and not any(_covers(found, each) for found in layout.digests):
-            yield each.path
+    """Tensors with bytes that lie under no digest. Storages do not overlap, so only one can cover a tensor."""
+    digests = sorted(layout.digests, key=lambda each: each.offset)
+    offsets = [each.offset for each in digests]
+    for tensor in layout.tensors:
+        start, stop = _extent(tensor)
+        before = bisect.bisect_right(offsets, start)
+        if start < stop and not (before and _covers(digests[before - 1], start, stop)):
+            yield tensor.path
 
 
-def _covers(found: Digest, tensor: Tensor) -> bool:
-    start, stop = extent(tensor)
+def _covers(found: Digest, start: int, stop: int) -> bool:
     return start < stop and found.offset <= start and stop <= found.offset + found.nbytes
 
 
-__all__ = ["Difference", "Verified", "WeightkeeperError", "verify"]
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte in the arena, and the byte after the last one; equal where it has none."""
+    if 0 in tensor.shape:
+        return tensor.offset, tensor.offset
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+    return tensor.offset, tensor.offset + (last + 1) * dtype_of(tensor).itemsize

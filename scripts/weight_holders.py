@@ -1,0 +1,211 @@
+"""What holds weights while engines restart: our keeper, and vLLM's own daemon. Started, waited for, measured, ended."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from machine import Gpu
+from server_run import StartError, kill_session, session_members
+
+from weightkeeper import client
+from weightkeeper.errors import WeightkeeperError
+from weightkeeper.protocol import Status
+
+READY = re.compile("Weight cache daemon READY")
+CUDA_LIBRARY = re.compile(r"/lib(cuda|cudart|nvidia|torch|nccl)[^/]*\.so")
+ENGINE_OPTIONS = ("load-format", "model-loader-extra-config", "host", "port", "served-model-name")
+"""Of an engine alone; vLLM's daemon takes none of them."""
+
+
+class Holder:
+    """A process that holds weights, in a session of its own.
+
+    Args:
+        command: its argument list.
+        log: file for everything that it prints.
+        gpu: whose memory is looked at; None where there is none.
+    """
+
+    def __init__(self, command: list[str], log: Path, gpu: Gpu | None):
+        self.log = log
+        self.gpu = gpu
+        self.before = gpu.used_bytes() if gpu else 0
+        self.started = time.monotonic()
+        self._peak = PeakMemory(gpu) if gpu else None
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            )
+
+    def wait(self, limit: float) -> float:
+        """Seconds from its start until the weights are held.
+
+        Raises:
+            StartError: it ended, failed, or takes longer than `limit` seconds.
+        """
+        while not self.is_ready():
+            seconds = time.monotonic() - self.started
+            if self.process.poll() is not None:
+                raise StartError(f"it ended with exit code {self.process.returncode}:\n{self.tail()}")
+            if seconds > limit:
+                raise StartError(f"not ready after {limit:.0f} s:\n{self.tail()}")
+            time.sleep(0.05)
+        seconds = time.monotonic() - self.started
+        self.settle()
+        return seconds
+
+    def is_ready(self) -> bool:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Nothing of its start runs any more."""
+
+    def memory(self) -> dict[str, Any]:
+        """GPU memory since before its start, at its peak and now; and what its processes are."""
+        pids = session_members(self.process.pid)
+        found: dict[str, Any] = {
+            "processes": len(pids),
+            "resident_bytes": sum(resident_bytes(pid) for pid in pids),
+            "cuda_libraries": sorted({library for pid in pids for library in cuda_libraries(pid)}),
+        }
+        if self.gpu:
+            found["gpu_bytes"] = self.gpu.used_bytes() - self.before
+            found["gpu_peak_bytes"] = self._peak.end() - self.before
+            found["gpu_processes"] = len(self.gpu.processes())
+        return found
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def close(self) -> None:
+        if self._peak:
+            self._peak.end()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(15)
+        kill_session(self.process.pid)
+        self.process.wait()
+
+
+class Keeper(Holder):
+    """`weightkeeper serve`."""
+
+    name = "weightkeeper"
+
+    def __init__(self, options: dict[str, Any], directory: Path, log: Path, gpu: Gpu | None):
+        self.sockets = directory / "sockets"
+        self.sockets.mkdir(mode=0o700)
+        config = directory / "keeper.yaml"
+        config.write_text(yaml.safe_dump(options))
+        command = [sys.executable, "-m", "weightkeeper.cli", "serve", "--socket-dir", str(self.sockets)]
+        super().__init__([*command, "--config", str(config)], log, gpu)
+
+    def status(self) -> Status:
+        return client.status(self.sockets)
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(WeightkeeperError):
+            status = self.status()
+            if status.state == "failed":
+                raise StartError(f"the load failed: {status.failure}\n{self.tail()}")
+            return status.state == "ready"
+        return False
+
+    def settle(self) -> None:
+        """The loader has ended, and its context is gone from the GPU."""
+        deadline = time.monotonic() + 30
+        while len(session_members(self.process.pid)) > 1 or children(self.process.pid):
+            if time.monotonic() > deadline:
+                raise StartError(f"the loader does not end:\n{self.tail()}")
+            time.sleep(0.02)
+        if self.gpu:
+            self.gpu.wait_until_free(self.before + self.status().held.nbytes, 30)
+
+    def memory(self) -> dict[str, Any]:
+        status = self.status()
+        found = super().memory() | {"weight_bytes": status.held.nbytes, "load_seconds": status.held.load_seconds}
+        if self.gpu:
+            found["overhead"] = found["gpu_bytes"] / status.held.nbytes - 1
+        return found
+
+
+class Daemon(Holder):
+    """vLLM's own weight cache, as `vllm preload` starts it."""
+
+    name = "vLLM's daemon"
+
+    def __init__(self, options: dict[str, Any], directory: Path, log: Path, gpu: Gpu | None):
+        self.sockets = directory / "daemon"
+        self.sockets.mkdir(mode=0o700)
+        command = [sys.executable, "-m", "vllm.model_executor.model_loader.weight_cache.daemon"]
+        command += [*as_arguments(options), "--weight-cache-socket-dir", str(self.sockets)]
+        super().__init__(command, log, gpu)
+
+    def is_ready(self) -> bool:
+        return bool(READY.search(self.log.read_text(errors="replace")))
+
+
+class PeakMemory:
+    """The most memory in use on a GPU from now to `end`, looked at every 5 ms."""
+
+    def __init__(self, gpu: Gpu):
+        self._gpu = gpu
+        self._most = gpu.used_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self._most = max(self._most, self._gpu.used_bytes())
+
+    def end(self) -> int:
+        self._over.set()
+        self._thread.join()
+        return self._most
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """Options of a config file as command-line arguments, without those of an engine alone."""
+    found = []
+    for name, value in options.items():
+        if name in ENGINE_OPTIONS or value is False:
+            continue
+        found.append(f"--{name}")
+        if value is not True:
+            found.append(json.dumps(value) if isinstance(value, (dict, list)) else str(value))
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Of one process; 0 where it is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def cuda_libraries(pid: int) -> set[str]:
+    """Names of the libraries of CUDA and torch that a process has mapped."""
+    with contextlib.suppress(OSError):
+        paths = {line.split(maxsplit=5)[5].strip() for line in open(f"/proc/{pid}/maps") if line.count(" ") >= 5 and "/" in line}
+        return {Path(path).name for path in paths if CUDA_LIBRARY.search(path)}
+    return set()
+
+
+def children(pid: int) -> list[int]:
+    """Processes that one has started and that have not ended."""
+    with contextlib.suppress(OSError):
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
