@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 PROMPT = "The capital of France is"
 TOKENS = 32

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,11 +31,18 @@ ENGINE_OPTIONS = ("load-format", "model-loader-extra-config", "host", "port", "s
 class Holder:
     """A process that holds weights, in a session of its own.
 
+    Attributes:
+        name: for people.
+        sockets: directory of its sockets.
+
     Args:
         command: its argument list.
         log: file for everything that it prints.
         gpu: whose memory is looked at; None where there is none.
     """
+
+    name: str
+    sockets: Path
 
     def __init__(self, command: list[str], log: Path, gpu: Gpu | None):
         self.log = log
@@ -95,6 +104,7 @@ class Holder:
             self.process.wait(15)
         kill_session(self.process.pid)
         self.process.wait()
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
 
 class Keeper(Holder):
@@ -103,8 +113,7 @@ class Keeper(Holder):
     name = "weightkeeper"
 
     def __init__(self, options: dict[str, Any], directory: Path, log: Path, gpu: Gpu | None):
-        self.sockets = directory / "sockets"
-        self.sockets.mkdir(mode=0o700)
+        self.sockets = Path(tempfile.mkdtemp(prefix="wk"))  # a short path: a socket's has at most 107 bytes
         config = directory / "keeper.yaml"
         config.write_text(yaml.safe_dump(options))
         command = [sys.executable, "-m", "weightkeeper.cli", "serve", "--socket-dir", str(self.sockets)]
@@ -145,8 +154,7 @@ class Daemon(Holder):
     name = "vLLM's daemon"
 
     def __init__(self, options: dict[str, Any], directory: Path, log: Path, gpu: Gpu | None):
-        self.sockets = directory / "daemon"
-        self.sockets.mkdir(mode=0o700)
+        self.sockets = Path(tempfile.mkdtemp(prefix="wk"))
         command = [sys.executable, "-m", "vllm.model_executor.model_loader.weight_cache.daemon"]
         command += [*as_arguments(options), "--weight-cache-socket-dir", str(self.sockets)]
         super().__init__(command, log, gpu)
@@ -198,14 +206,18 @@ def resident_bytes(pid: int) -> int:
 
 def cuda_libraries(pid: int) -> set[str]:
     """Names of the libraries of CUDA and torch that a process has mapped."""
-    with contextlib.suppress(OSError):
-        paths = {line.split(maxsplit=5)[5].strip() for line in open(f"/proc/{pid}/maps") if line.count(" ") >= 5 and "/" in line}
-        return {Path(path).name for path in paths if CUDA_LIBRARY.search(path)}
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+        return {match[0].lstrip("/") for line in maps if (match := CUDA_LIBRARY.search(line))}
     return set()
 
 
 def children(pid: int) -> list[int]:
     """Processes that one has started and that have not ended."""
-    with contextlib.suppress(OSError):
-        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # proc_pid_stat(5): after the command, which may contain blanks: state, parent
+            state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state not in "ZX":
+                found.append(int(name))
+    return found

@@ -34,14 +34,15 @@ START_SECONDS = 180
 
 
 class Keeper:
-    """A running `weightkeeper serve` of its own, with its socket directory and log."""
+    """A running `weightkeeper serve` of its own, with its directory and log; without a model it waits for one."""
 
-    def __init__(self, model: Path, **options: Any):
+    def __init__(self, model: Path | None, **options: Any):
         self.dir = Path(tempfile.mkdtemp(prefix="wk"))
         self.sockets = self.dir / "run"
         self.sockets.mkdir(mode=0o700)
         self.config = self.dir / "engine.yaml"
-        self.write(model, **options)
+        if model is not None:
+            self.write(model, **options)
         self.log = (self.dir / "log").open("w+")
         self.process = self._start()
 
@@ -53,7 +54,8 @@ class Keeper:
 
     def _start(self) -> subprocess.Popen:
         command = [sys.executable, "-m", "weightkeeper.cli", "serve"]
-        command += ["--socket-dir", str(self.sockets), "--config", str(self.config)]
+        command += ["--socket-dir", str(self.sockets)]
+        command += ["--config", str(self.config)] if self.config.exists() else []
         return subprocess.Popen(command, stderr=self.log, stdout=self.log, env=os.environ | QUIET)
 
     def status(self) -> Status:
@@ -86,6 +88,17 @@ class Keeper:
                 assert self.process.poll() is None, self.text()
             time.sleep(0.1)
         raise AssertionError(f"still loading after {START_SECONDS} s\n{self.text()}")
+
+    def until_answers(self) -> Status:
+        """The status once there is one."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                return self.status()
+            except WeightkeeperError:
+                assert self.process.poll() is None, self.text()
+                time.sleep(0.05)
+        raise AssertionError(f"the keeper does not answer\n{self.text()}")
 
     def until(self, condition: Callable[[Status], bool]) -> Status:
         """The status once the condition holds."""

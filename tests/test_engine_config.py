@@ -30,7 +30,19 @@ def test_options_come_with_dashes_and_typed_values():
         (b"a: !override b\n", "could not determine a constructor"),
         (b"? [1, 2]\n: 3\n", "unhashable key"),
     ],
-    ids=["empty", "comment", "list", "cut", "twice", "two spellings", "not text", "no such day", "deep", "tag", "list as key"],
+    ids=[
+        "empty",
+        "comment",
+        "list",
+        "cut",
+        "twice",
+        "two spellings",
+        "not text",
+        "no such day",
+        "deep",
+        "tag",
+        "list as key",
+    ],
 )
 def test_a_file_that_cannot_be_used_says_why(raw, words):
     """With line and column where there is one."""

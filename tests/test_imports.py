@@ -23,6 +23,8 @@ LAYERS = [
     {"keeper"},
     {"slots", "tensors", "vllm_api", "guard"},
     {"capture", "restore", "mapping", "adapt", "budget"},
+    {"packed"},
+    {"publisher"},
     {"rank_loader", "mapped_loader"},
     {"ranks"},
     {"loader", "plugin", "supervisor"},

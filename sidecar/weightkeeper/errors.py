@@ -65,6 +65,18 @@ class MemoryKindError(WeightkeeperError):
     code = "memory"
 
 
+class CudaCallError(MemoryKindError):
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        number: the driver's own error number, CUresult.
+    """
+
+    def __init__(self, message: str, number: int):
+        self.number = number
+        super().__init__(message)
+
+
 class SocketPathError(WeightkeeperError):
     """A socket path is too long, or its directory cannot be used."""
 

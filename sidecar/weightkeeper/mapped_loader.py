@@ -2,12 +2,13 @@
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from weightkeeper import budget, client, fingerprint, room, vllm_api
+from weightkeeper import budget, client, fingerprint, publisher, room, vllm_api
 from weightkeeper.adapt import adapt
 from weightkeeper.checkpoint import open_checkpoint
 from weightkeeper.errors import (
@@ -74,6 +75,8 @@ class MappedLoader(BaseModelLoader):
         try:
             mapping = self._map(vllm_config, model_config, phases)
         except CAUSES as cause:
+            if publisher.can_publish(self.options, cause, model_config):
+                return self._load_and_publish(cause, vllm_config, model_config, prefix, phases)
             return self._fall_back(cause, vllm_config, model_config, prefix)
         return self._build(mapping, vllm_config, model_config, prefix, phases)
 
@@ -129,7 +132,7 @@ class MappedLoader(BaseModelLoader):
             mapping.close()
             raise self._failed(error) from error
         mapping.attach(model, keep=share, release=self.options.release)
-        self._say(bound, phases)
+        self._say(self.options.mode, bound, phases)
         return model.eval()
 
     @contextlib.contextmanager
@@ -150,17 +153,17 @@ class MappedLoader(BaseModelLoader):
             "load the keeper again (`make load`) and restart the engine, or use `mode: copy`"
         )
 
-    def _say(self, bound: Bound, phases: Phases) -> None:
+    def _say(self, how: str, bound: Bound, phases: Phases) -> None:
         milliseconds = phases.milliseconds("connect", "fingerprint", "map", "bind")
         logger.info(
             "weightkeeper: %s, mapped %d bytes and copied %d in %.1f ms (%s)",
-            self.options.mode, bound.mapped_bytes, bound.copied_bytes, milliseconds, phases,
+            how, bound.mapped_bytes, bound.copied_bytes, milliseconds, phases,
         )  # fmt: skip
         self._report(
             Report(
                 "mapped",
                 self.name,
-                mode=self.options.mode,
+                mode=how,
                 nbytes=bound.mapped_bytes + bound.copied_bytes,
                 milliseconds=milliseconds,
                 phases=phases.seconds,
@@ -183,13 +186,28 @@ class MappedLoader(BaseModelLoader):
         if not self.options.fallback:
             logger.error("weightkeeper: cannot use the keeper and fallback is off, code=%s: %s", cause.code, cause)
             raise cause
-        if room.second_copy(cause):
-            room.check(vllm_api.checkpoint_path(model_config), cause)
+        self._check_room(cause, model_config)
         logger.warning("weightkeeper: fallback to disk, code=%s: %s", cause.code, cause)
         started = time.monotonic()
         model = self._disk().load_model(vllm_config, model_config, prefix)
         logger.info("weightkeeper: loaded from disk in %.1f s", time.monotonic() - started)
         return model
+
+    def _check_room(self, cause: WeightkeeperError, model_config: ModelConfig) -> None:
+        if room.second_copy(cause):
+            room.check(vllm_api.checkpoint_path(model_config), cause, vllm_api.free_device_bytes())
+
+    def _load_and_publish(
+        self, cause: WeightkeeperError, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, phases: Phases
+    ) -> nn.Module:
+        logger.info("weightkeeper: loading from disk for the keeper, code=%s: %s", cause.code, cause)
+        self._check_room(cause, model_config)
+        made = publisher.load_and_publish(vllm_config, model_config, prefix, self.options, self.name, phases)
+        if made.session is not None:
+            weakref.finalize(made.model, made.session.close)
+        made.model.load_weights = self._refuse_weights
+        self._say("published" if made.session is not None else "packed", made.bound, phases)
+        return made.model.eval()
 
     def _disk(self) -> BaseModelLoader:
         return vllm_api.disk_loader(self.load_config, self.options.disk_load_format, self.options.disk_extra_config)

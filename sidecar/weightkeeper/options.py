@@ -34,6 +34,7 @@ class Options:
         connect_timeout_s: seconds for one connection or short answer.
         state_timeout_s: seconds to wait for a keeper that is still loading.
         is_draft: this is the draft of a speculative pair; vLLM adds it by itself.
+        publish: when the keeper does not have these weights, give it what this engine loads from disk.
         release: copy mode: ask the keeper to give its copy back afterwards.
         disk_load_format: vLLM's load format for loading from disk, on both sides.
         disk_extra_config: the extra config of that format.
@@ -46,6 +47,7 @@ class Options:
     connect_timeout_s: float = 5.0
     state_timeout_s: float = 300.0
     is_draft: bool = False
+    publish: bool = False
     release: bool = True
     disk_load_format: str = "auto"
     disk_extra_config: dict[str, Any] = field(default_factory=dict)
@@ -53,8 +55,8 @@ class Options:
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "socket_path": (str, type(None)), "socket_dir": (str,), "mode": (str,), "fallback": (bool,),
-    "connect_timeout_s": (int, float), "state_timeout_s": (int, float), "is_draft": (bool,), "release": (bool,),
-    "disk_load_format": (str,), "disk_extra_config": (dict,),
+    "connect_timeout_s": (int, float), "state_timeout_s": (int, float), "is_draft": (bool,),
+    "publish": (bool,), "release": (bool,), "disk_load_format": (str,), "disk_extra_config": (dict,),
 }  # fmt: skip
 
 

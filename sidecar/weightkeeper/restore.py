@@ -67,6 +67,21 @@ def bind(model: nn.Module, layout: Layout, whole: torch.Tensor, *, share: bool) 
     return Bound(tensors=len(found), mapped_bytes=mapped, copied_bytes=copied)
 
 
+def rebind(model: nn.Module, layout: Layout, whole: torch.Tensor) -> Bound:
+    """Give a model whose tensors `capture.pack` has taken its bytes back: parameters on `whole`, the rest as copies."""
+    records = {record.path: record for record in layout.tensors}
+    mapped = copied = 0
+    for slot in slots(model):
+        source = view(whole, records[slot.path])
+        if slot.kind == "parameter":
+            mapped += source.nbytes
+        else:
+            source = source.clone()
+            copied += source.nbytes
+        slot.tensor.data = source
+    return Bound(tensors=len(records), mapped_bytes=mapped, copied_bytes=copied)
+
+
 def check(model: nn.Module, layout: Layout) -> None:
     """Account for every slot of a model that is ready to compute.
 

@@ -13,7 +13,7 @@ from weightkeeper.errors import (
     StillLoadingError,
     WeightkeeperError,
 )
-from weightkeeper.memory.available import available
+from weightkeeper.memory.available import Available, available
 
 HOLDING = (MismatchError, SlotsError, BuildFailedError, StillLoadingError)
 """Causes after which the keeper goes on holding, or making, its copy."""
@@ -24,8 +24,11 @@ def second_copy(cause: WeightkeeperError) -> bool:
     return isinstance(cause, HOLDING)
 
 
-def check(path: str | os.PathLike[str], cause: WeightkeeperError) -> None:
+def check(path: str | os.PathLike[str], cause: WeightkeeperError, on_device: int | None = None) -> None:
     """Refuse a disk load that would not fit.
+
+    Args:
+        on_device: bytes free on the GPU that the weights would go to; None where they go to host memory.
 
     Raises:
         NoRoomError: with what is needed, what is free, and why the keeper's copy is not used.
@@ -34,7 +37,7 @@ def check(path: str | os.PathLike[str], cause: WeightkeeperError) -> None:
         needed = open_checkpoint(path).nbytes
     except CheckpointError:
         return  # vLLM's own loader says what it thinks of the files
-    room = available()
+    room = available() if on_device is None else Available(on_device, "on the GPU")
     if needed > room.nbytes:
         raise NoRoomError(
             f"loading {path} from disk needs {needed} bytes beside the keeper's copy, {room.nbytes} are free "

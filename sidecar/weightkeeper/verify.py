@@ -94,7 +94,7 @@ def verify(
 def _memory(kind: MemoryKind, device: str) -> memory.Memory:
     if kind == "host":
         return memory.of_kind(kind)
-    from weightkeeper.memory.cuda_vmm import ordinal_of
+    from weightkeeper.memory.cuda_devices import ordinal_of
 
     ordinal = ordinal_of(device)
     torch.empty(1, device=f"cuda:{ordinal}")  # torch's context is the one that is mapped into

@@ -239,6 +239,18 @@ def model_rank() -> int:
     return get_pp_group().rank_in_group * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
 
 
+def model_world_size() -> int:
+    """Ranks of this process's model in its tensor and pipeline parallel group."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+
+    return get_pp_group().world_size * get_tensor_model_parallel_world_size()
+
+
+def free_device_bytes() -> int | None:
+    """Free memory of this process's GPU; None on the CPU."""
+    return None if is_cpu() else torch.accelerator.get_memory_info(device_ordinal())[0]
+
+
 def load_device(vllm_config: VllmConfig, load_config: LoadConfig) -> torch.device:
     """Where the weights of this engine go."""
     return torch.device(load_config.device or vllm_config.device_config.device)

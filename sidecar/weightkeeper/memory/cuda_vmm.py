@@ -5,12 +5,13 @@ torch's caching allocator, so PYTORCH_CUDA_ALLOC_CONF does not touch it. Source 
 "Virtual Memory Management". A CUDA context has to be current in the calling thread (torch makes one).
 """
 
+import ctypes
 import os
 import stat
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weightkeeper.errors import MemoryKindError
+from weightkeeper.errors import CudaCallError, MemoryKindError
 from weightkeeper.memory import MemoryKind
 
 SEGMENT_BYTES = 1 << 30
@@ -95,15 +96,34 @@ class Driver:
     def synchronize(self) -> None:
         self._call("cuCtxSynchronize")
 
+    def write(self, address: int, data: bytes) -> None:
+        """Copy to the device, and wait until it is there."""
+        source = (ctypes.c_char * len(data)).from_buffer_copy(data)
+        self._call("cuMemcpyHtoD", address, ctypes.addressof(source), len(data), nbytes=len(data))
+        self.synchronize()
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        target = (ctypes.c_char * nbytes)()
+        self._call("cuMemcpyDtoH", ctypes.addressof(target), address, nbytes, nbytes=nbytes)
+        return target.raw
+
     def _call(self, name: str, *arguments: Any, nbytes: int | None = None) -> Any:
-        code, *results = getattr(self.api, name)(*arguments)
-        if int(code) != 0:
-            _, text = self.api.cuGetErrorString(code)
-            text = text.decode() if isinstance(text, bytes) else str(text)
-            size = "" if nbytes is None else f" for {nbytes} bytes"
-            uuid = getattr(self, "uuid", f"device {self.ordinal}")
-            raise MemoryKindError(f"{name}{size} failed on {uuid}: {text} (CUDA error {int(code)})")
-        return results[0] if results else None
+        size = "" if nbytes is None else f" for {nbytes} bytes"
+        return call(self.api, name, *arguments, what=f"{size} failed on {getattr(self, 'uuid', self.torch_device)}")
+
+
+def call(api: Any, name: str, *arguments: Any, what: str = " failed") -> Any:
+    """The result of a call of the driver, None where it has none.
+
+    Raises:
+        CudaCallError: with the driver's own words and number.
+    """
+    code, *results = getattr(api, name)(*arguments)
+    if int(code) != 0:
+        _, text = api.cuGetErrorString(code)
+        text = text.decode() if isinstance(text, bytes) else str(text)
+        raise CudaCallError(f"{name}{what}: {text} (CUDA error {int(code)})", int(code))
+    return results[0] if results else None
 
 
 class CudaRegion:
@@ -244,13 +264,31 @@ def open_device(ordinal: int, before_allocation: Callable[[], None] = lambda: No
     Raises:
         MemoryKindError: no driver, no such device, or it refused.
     """
+    return CudaMemory(open_driver(ordinal), before_allocation)
+
+
+def open_driver(ordinal: int) -> Driver:
+    """The driver for a device by its ordinal in this process.
+
+    Raises:
+        MemoryKindError: see `open_device`.
+    """
+    return Driver(bindings(), ordinal)
+
+
+def bindings() -> Any:
+    """NVIDIA's module of driver calls, with the driver loaded and initialized.
+
+    Raises:
+        MemoryKindError: the module or the driver's library is missing, or the driver refused.
+    """
     try:
         from cuda.bindings import driver as api
 
-        driver = Driver(api, ordinal)
+        call(api, "cuInit", 0)
     except (ImportError, RuntimeError) as error:
         raise MemoryKindError(f"the CUDA driver cannot be used: {error}; is libcuda.so.1 in this container?") from error
-    return CudaMemory(driver, before_allocation)
+    return api
 
 
 def gpu_uuid(raw: bytes) -> str:
