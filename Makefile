@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-VERBS := up down status restart-engine release load test clean images model venv lock
+VERBS := up down status restart-engine release load test test-gpu bench-map bench-restart clean images model venv lock
 .PHONY: help $(VERBS)
 
 help:  ## this list
@@ -12,6 +12,9 @@ restart-engine:  ## restart the engine alone, and tell where the seconds went
 release:  ## stop the engine and give the weights' memory back
 load:  ## load what engine.yaml names now, and start the engine on it
 test:  ## everything that can run on this machine
+test-gpu:  ## the tests on a GPU, with the vLLM for CUDA that is there; ARGS='-k tokens'
+bench-map:  ## milliseconds to map weights, by their size; ARGS=--cuda on a GPU
+bench-restart:  ## kill an engine → its first right completion, from disk and mapped; ARGS='--starts 3'
 clean:  ## remove containers, volumes, images, .work and .venv
 images:  ## build the images
 model:  ## write the default model to .work/models
@@ -19,4 +22,4 @@ venv:  ## make .venv for the tests
 lock:  ## write the pinned package lists again
 
 $(VERBS):
-	@scripts/$@
+	@scripts/$@ $(ARGS)

@@ -36,7 +36,15 @@ LIMIT_SECONDS = 280.0
 
 @dataclass
 class Start:
-    """One start and what became of it. `seconds` is from spawning to the whole answer; `gone` from SIGKILL to free."""
+    """One start and what became of it.
+
+    Attributes:
+        result: `right`, `wrong` (other tokens), `from disk` (which was not asked for) or `failed`.
+        seconds: from spawning to the whole answer; None where there was none.
+        health: from spawning to the first 200 of /health.
+        gone: from SIGKILL until its last process has ended and the GPU's memory is as before its start.
+        total: from SIGKILL to the right answer, where an engine is killed and started again: `gone` and `seconds`.
+    """
 
     row: str
     round: int
@@ -48,6 +56,10 @@ class Start:
     phases: dict[str, float] = field(default_factory=dict)
     details: dict[str, float] = field(default_factory=dict)
     message: str = ""
+
+    @property
+    def total(self) -> float:
+        return self.gone + (self.seconds or 0.0)
 
 
 class Bench:
@@ -145,10 +157,11 @@ class Bench:
 
 
 def table(starts: list[Start], rows: list[str], base: str = "ipc_cache") -> str:
-    """Markdown: least, median and most seconds, and the ratio to `base` pair by pair, of right completions."""
+    """Markdown: least, median and most seconds from SIGKILL to a right answer, and the ratio to `base` pair by pair."""
     right = {(one.row, one.round): one for one in starts if one.result == "right"}
     lines = [
-        f"| row | right | spawn → answer s: least / median / most | SIGKILL → gone s | /health s | to {base} |",
+        "| row | right | SIGKILL → right completion, s: least / median / most | of it: gone from the GPU "
+        f"| spawn → /health | to {base}, pair by pair |",
         "|---" * 6 + "|",
     ]
     for row in rows:
@@ -157,13 +170,14 @@ def table(starts: list[Start], rows: list[str], base: str = "ipc_cache") -> str:
         if not good:
             lines.append(f"| {row} | 0 of {len(mine)} | – | – | – | – |")
             continue
-        seconds = [one.seconds for one in good]
-        pairs = [one.seconds / right[base, one.round].seconds for one in good if (base, one.round) in right]
+        totals = [one.total for one in good]
+        pairs = [one.total / right[base, one.round].total for one in good if (base, one.round) in right]
         ratio = f"{statistics.median(pairs):.2f} ({min(pairs):.2f}–{max(pairs):.2f})" if pairs else "–"
         lines.append(
-            f"| {row} | {len(good)} of {len(mine)} | {min(seconds):.2f} / {statistics.median(seconds):.2f} / "
-            f"{max(seconds):.2f} | {statistics.median(one.gone for one in good):.2f} | "
-            f"{statistics.median(one.health for one in good):.2f} | {ratio} |"
+            f"| {row} | {len(good)} of {len(mine)} "
+            f"| {min(totals):.2f} / {statistics.median(totals):.2f} / {max(totals):.2f} "
+            f"| {statistics.median(one.gone for one in good):.2f} "
+            f"| {statistics.median(one.health for one in good):.2f} | {ratio} |"
         )
     return "\n".join(lines)
 
@@ -233,7 +247,7 @@ def write(file: Path | None, bench: Bench, arguments: argparse.Namespace, facts:
         return
     result = {
         "machine": facts, "options": bench.options, "rows": arguments.rows, "holders": bench.holders,
-        "reference": bench.reference, "starts": [vars(one) for one in bench.starts],
+        "reference": bench.reference, "starts": [vars(one) | {"total": one.total} for one in bench.starts],
     }  # fmt: skip
     file.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -74,8 +74,8 @@ class ServerRun:
         self._reader.start()
 
     def _read(self) -> None:
-        with self.log.open("w") as log:
-            for line in self.process.stdout:
+        with self.log.open("w") as log, self.process.stdout as stream:
+            for line in stream:
                 at = time.monotonic() - self.started
                 self.lines.append((at, line))
                 log.write(f"{at:8.3f} {line}")
@@ -154,8 +154,7 @@ class ServerRun:
         """SIGKILL to everything it started; seconds until the last of it is gone."""
         seconds = kill_session(self.process.pid)
         self.process.wait()
-        self._reader.join(5)
-        self.process.stdout.close()
+        self._reader.join(5)  # it ends with the last process that has the pipe
         return seconds
 
     def _url(self, path: str) -> str:
@@ -169,29 +168,43 @@ def free_port() -> int:
 
 
 def kill_session(leader: int) -> float:
-    """SIGKILL to every process of the session that `leader` began; seconds until only zombies are left.
+    """SIGKILL to the session that `leader` began and to all that its processes started; seconds until they are gone.
 
     Raises:
         StartError: some of them do not end.
     """
     begun = time.monotonic()
-    while members := session_members(leader):
-        for pid in members:
+    known: set[int] = set()
+    while True:
+        table = processes()
+        known |= family(leader, table)
+        if not (living := known & table.keys()):
+            return time.monotonic() - begun
+        for pid in living:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() - begun > END_SECONDS:
-            raise StartError(f"processes {members} do not end on SIGKILL")
+            raise StartError(f"processes {sorted(living)} do not end on SIGKILL")
         time.sleep(0.005)
-    return time.monotonic() - begun
 
 
-def session_members(leader: int) -> list[int]:
-    """Live processes of a session. A server's children stay in it, also when their parent has died."""
-    found = []
+def family(leader: int, table: dict[int, tuple[int, int]] | None = None) -> set[int]:
+    """Live processes of the session that `leader` began, and what they started in sessions of their own."""
+    table = processes() if table is None else table
+    found = {pid for pid, (_, session) in table.items() if session == leader}
+    new = found
+    while new := {pid for pid, (parent, _) in table.items() if parent in new} - found:
+        found |= new
+    return found
+
+
+def processes() -> dict[int, tuple[int, int]]:
+    """Every live process → its parent and its session. Zombies are not counted."""
+    found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # proc_pid_stat(5): after the command, which may contain blanks: state, ppid, pgrp, session
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(int(name))
+        with contextlib.suppress(OSError, ValueError):
+            # proc_pid_stat(5): after the command, which may contain blanks: state, parent, group, session
+            state, parent, _, session = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                found[int(name)] = int(parent), int(session)
     return found

@@ -8,7 +8,7 @@ DEFAULT_MODEL=$WORK/models/SmolLM2-135M-Instruct
 MADE_BASE_IMAGE=weightkeeper-base:local
 
 # Compose builds with the engine's own BuildKit, so no buildx is needed; and it asks nothing.
-export COMPOSE_BAKE=false COMPOSE_MENU=false DOCKER_BUILDKIT=1
+export COMPOSE_BAKE=false COMPOSE_MENU=false
 
 say() { echo "weightkeeper: $*"; }
 die() { echo "weightkeeper: $*" >&2; exit 1; }

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from machine import Gpu
-from server_run import StartError, kill_session, session_members
+from server_run import StartError, family, kill_session, processes
 
 from weightkeeper import client
 from weightkeeper.errors import WeightkeeperError
@@ -80,7 +80,7 @@ class Holder:
 
     def memory(self) -> dict[str, Any]:
         """GPU memory since before its start, at its peak and now; and what its processes are."""
-        pids = session_members(self.process.pid)
+        pids = family(self.process.pid)
         found: dict[str, Any] = {
             "processes": len(pids),
             "resident_bytes": sum(resident_bytes(pid) for pid in pids),
@@ -133,7 +133,7 @@ class Keeper(Holder):
     def settle(self) -> None:
         """The loader has ended, and its context is gone from the GPU."""
         deadline = time.monotonic() + 30
-        while len(session_members(self.process.pid)) > 1 or children(self.process.pid):
+        while children(self.process.pid):
             if time.monotonic() > deadline:
                 raise StartError(f"the loader does not end:\n{self.tail()}")
             time.sleep(0.02)
@@ -213,11 +213,4 @@ def cuda_libraries(pid: int) -> set[str]:
 
 def children(pid: int) -> list[int]:
     """Processes that one has started and that have not ended."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # proc_pid_stat(5): after the command, which may contain blanks: state, parent
-            state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == pid and state not in "ZX":
-                found.append(int(name))
-    return found
+    return [child for child, (parent, _) in processes().items() if parent == pid]

@@ -23,13 +23,9 @@ from weightkeeper.errors import WeightkeeperError
 from weightkeeper.protocol import Status
 
 PROMPTS = ["The capital of France is", "def write(out):\n    return"]
-QUIET = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-}
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+if os.environ.get("WEIGHTKEEPER_TEST_DEVICE") != "cuda":
+    QUIET |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
 START_SECONDS = 180
 
 
@@ -196,10 +192,19 @@ class Engine:
         os.write(self._input, (json.dumps({"model": str(model), "prompts": PROMPTS} | request) + "\n").encode())
 
     def answer(self) -> dict[str, Any]:
+        return json.loads(self.line("RESULT ").removeprefix("RESULT "))
+
+    def again(self, **request: Any) -> dict[str, Any]:
+        """The next answer of an engine that is held."""
+        os.write(self._input, (json.dumps(request) + "\n").encode())
+        return self.answer()
+
+    def line(self, start: str) -> str:
+        """Wait for a line of its output."""
         for line in self._output:
             self._lines.append(line)
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
+            if line.startswith(start):
+                return line
         raise AssertionError(f"the engine ended without an answer:\n{self.log()[-4000:]}")
 
     def log(self) -> str:

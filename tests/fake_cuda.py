@@ -26,7 +26,13 @@ class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_DEVICE_UNAVAILABLE = 46
+    CUDA_ERROR_NO_DEVICE = 100
     CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_NOT_PERMITTED = 800
+    CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803
 
 
 class CUmemAllocationGranularity_flags(enum.IntEnum):
@@ -50,6 +56,17 @@ class CUmemAccess_flags(enum.IntEnum):
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 
 
+class CUdevice_attribute(enum.IntEnum):
+    CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+
+
+class CUcomputemode(enum.IntEnum):
+    CU_COMPUTEMODE_DEFAULT = 0
+    CU_COMPUTEMODE_PROHIBITED = 2
+    CU_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
+
+
 class FakeCuda:
     """One device with `total` bytes of memory.
 
@@ -64,6 +81,8 @@ class FakeCuda:
     CUmemLocationType = CUmemLocationType
     CUmemAllocationHandleType = CUmemAllocationHandleType
     CUmemAccess_flags = CUmemAccess_flags
+    CUdevice_attribute = CUdevice_attribute
+    CUcomputemode = CUcomputemode
 
     def __init__(self, total: int = 64 << 30):
         self.total = total
@@ -72,6 +91,8 @@ class FakeCuda:
         self._handles: dict[int, tuple[int, int]] = {}
         self._mapped: dict[int, int] = {}
         self._reserved: dict[int, int] = {}
+        self._writable: dict[int, bool] = {}
+        self._context = 0
         self._next = 1
 
     def CUmemAllocationProp(self):
@@ -109,6 +130,50 @@ class FakeCuda:
 
     def cuGetErrorString(self, code):
         return CUresult.CUDA_SUCCESS, CUresult(code).name.removeprefix("CUDA_ERROR_").lower().encode()
+
+    def cuDriverGetVersion(self):
+        return CUresult.CUDA_SUCCESS, 13010
+
+    def cuDeviceGetCount(self):
+        return CUresult.CUDA_SUCCESS, 1
+
+    def cuDeviceGetName(self, nbytes, device):
+        return CUresult(device), b"NVIDIA Stand-in".ljust(nbytes, b"\0")
+
+    def cuDeviceTotalMem(self, device):
+        return CUresult(device), self.total
+
+    def cuDeviceGetAttribute(self, attribute, device):
+        return CUresult(device), int(attribute != CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)
+
+    def cuCtxGetCurrent(self):
+        return CUresult.CUDA_SUCCESS, self._context
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        return CUresult(device), 1
+
+    def cuCtxSetCurrent(self, context):
+        self._context = context
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyHtoD(self, address, source, nbytes):
+        if not self._holds(address, nbytes, self._writable):
+            return (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+        ctypes.memmove(address, source, nbytes)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoH(self, target, address, nbytes):
+        if not self._holds(address, nbytes, self._mapped):
+            return (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+        ctypes.memmove(target, address, nbytes)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def _holds(self, address, nbytes, ranges) -> bool:
+        """Whether one mapped segment has all these bytes, and `ranges` has that segment with something true."""
+        starts = [
+            start for start, size in self._mapped.items() if start <= address and address + nbytes <= start + size
+        ]
+        return bool(starts) and bool(ranges.get(starts[0]))
 
     def cuDeviceGet(self, ordinal):
         return (CUresult.CUDA_SUCCESS, 0) if ordinal == 0 else (CUresult.CUDA_ERROR_INVALID_DEVICE, None)
@@ -163,6 +228,7 @@ class FakeCuda:
         if self._mapped.get(address) != nbytes:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         del self._mapped[address]
+        self._writable.pop(address, None)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
         _libc.mmap(address, nbytes, _NONE, flags, -1, 0)
         return (CUresult.CUDA_SUCCESS,)
@@ -171,6 +237,7 @@ class FakeCuda:
         if self._mapped.get(address) != nbytes or count != len(descriptions) or descriptions[0].location.id != 0:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         writable = descriptions[0].flags == CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._writable[address] = writable
         _libc.mprotect(address, nbytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         return (CUresult.CUDA_SUCCESS,)
 

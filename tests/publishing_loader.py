@@ -98,6 +98,19 @@ class Loader:
             time.sleep(3600)
 
     def publish(self, rank: int) -> None:
+        descriptors, sizes = self.packed()
+        self.channel.send(self.message(rank, sizes))
+        self.stage(f"publish {rank}")
+        for first in range(0, len(descriptors), MAX_DESCRIPTORS):
+            self.channel.send(Segments(first), descriptors[first : first + MAX_DESCRIPTORS])
+        answer = self.channel.receive().message
+        print(f"keeper: {answer}", file=sys.stderr, flush=True)
+        self.stage(f"rank {rank}")
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def packed(self) -> tuple[list[int], tuple[int, ...]]:
+        """Descriptors and sizes of one rank's segments."""
         descriptors, sizes = [], []
         count = self.plan["segments"]
         for index in range(count):
@@ -109,15 +122,7 @@ class Loader:
             descriptors += arena.export()
             sizes += arena.sizes
             arena.close()
-        self.channel.send(self.message(rank, tuple(sizes)))
-        self.stage(f"publish {rank}")
-        for first in range(0, len(descriptors), MAX_DESCRIPTORS):
-            self.channel.send(Segments(first), descriptors[first : first + MAX_DESCRIPTORS])
-        answer = self.channel.receive().message
-        print(f"keeper: {answer}", file=sys.stderr, flush=True)
-        self.stage(f"rank {rank}")
-        for descriptor in descriptors:
-            os.close(descriptor)
+        return descriptors, tuple(sizes)
 
     def message(self, rank: int, sizes: tuple[int, ...]) -> Publish:
         plan, nbytes = self.plan, self.plan["nbytes"]

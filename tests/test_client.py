@@ -9,9 +9,11 @@ import threading
 
 import pytest
 from keepers import KeeperProcess, keeper, wait_for
+from publishing_engine import weights
 
 from weightkeeper import client
 from weightkeeper.errors import (
+    AlreadyHeldError,
     CacheUnusableError,
     ConfigError,
     KeeperFailedError,
@@ -57,7 +59,7 @@ def read_request(connection):
 class Script(threading.Thread):
     """A keeper that reads and then does each step of its script, for one connection after the other.
 
-    A step is bytes to send, a number of descriptors to send with the next bytes, or `close`.
+    A step is bytes to send, a number of descriptors to send with the next bytes, `twice` to read once more, or `close`.
     """
 
     def __init__(self, path, *steps):
@@ -84,6 +86,8 @@ class Script(threading.Thread):
                 continue
             if step == "close" or not read_request(connection):
                 return
+            if step == "twice":
+                continue
             if count:
                 pipes = [os.memfd_create("x", os.MFD_CLOEXEC) for _ in range(count)]
                 socket.send_fds(connection, [step], pipes)
@@ -107,8 +111,8 @@ def scripted(tmp_path):
     tmp_path.chmod(0o700)
     running = []
 
-    def make(engine=None, control=None):
-        for name, steps in (("cpu-0", engine), ("control", control)):
+    def make(engine=None, control=None, publish=None):
+        for name, steps in (("cpu-0", engine), ("control", control), ("publish", publish)):
             if steps is not None:
                 running.append(Script(str(tmp_path / f"{name}.sock"), *steps))
         return str(tmp_path)
@@ -257,6 +261,31 @@ def test_segments_that_do_not_fit_the_grant_are_refused_and_closed(tmp_path, cou
         thread.join()
     for each in sent:
         os.close(each)
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"),
+    [
+        (["close"], LostError),
+        (["twice", "close"], LostError),
+        (["twice", encode(Refusal("already_held", "map them"))], AlreadyHeldError),
+        (["twice", encode(Refusal("still_loading", "wait"))], StillLoadingError),
+        (["twice", encode(Refusal("memory", "unsealed"))], RefusedError),
+        ([encode(Refusal("protocol", "no")), "close"], ProtocolError),
+        (["twice", encode(Segments(0))], ProtocolError),
+        (["twice", 1, encode(Done(), 1)], ProtocolError),
+        (["twice"], TimeLimitError),
+    ],
+)
+def test_an_answer_to_a_publication_that_goes_wrong_has_its_cause(scripted, steps, error):
+    """Also a refusal that comes before everything is sent; the descriptors stay the caller's, and no other is left."""
+    directory = scripted(publish=[WELCOME, *steps])
+    before = len(os.listdir("/proc/self/fd"))
+    with weights() as (message, descriptors):
+        with pytest.raises(error):
+            client.publish(directory, message, descriptors, connect_timeout_s=5, state_timeout_s=0.3)
+        assert os.pread(descriptors[0], 1, 0) == b"\7"
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) == before, "no descriptor is left")
 
 
 def test_a_keeper_that_dies_in_the_middle_of_an_answer_is_lost(tmp_path):

@@ -12,17 +12,17 @@ import weightkeeper
 PACKAGE = Path(weightkeeper.__file__).parent
 
 LAYERS = [
-    {"errors", "layout", "phases", "quantities"},
+    {"errors", "layout", "phases", "quantities", "doctor_report"},
     {"engine_config", "options", "verified", "memory", "files"},
     {"protocol", "safetensors_header", "weight_set"},
-    {"checkpoint", "frames", "sockets", "fingerprint"},
-    {"changes", "hashing", "room"},
+    {"checkpoint", "frames", "sockets", "fingerprint", "doctor_trial", "doctor_probe", "doctor_causes"},
+    {"changes", "hashing", "room", "doctor_facts", "doctor_process"},
     {"identity", "channel", "listening", "accepting", "holding", "child", "dialing"},
     {"store", "retry_key", "client"},
-    {"sessions", "loading", "loads"},
+    {"sessions", "loading", "loads", "publishing"},
     {"keeper"},
-    {"slots", "tensors", "vllm_api", "guard"},
-    {"capture", "restore", "mapping", "adapt", "budget"},
+    {"slots", "tensors", "digest", "vllm_api", "guard"},
+    {"capture", "restore", "mapping", "adapt", "budget", "verify", "doctor"},
     {"packed"},
     {"publisher"},
     {"rank_loader", "mapped_loader"},
@@ -43,6 +43,10 @@ WITHOUT_TORCH = [
     "identity",
     "commands.serve",
     "commands.supervise",
+    "commands.doctor",
+    "commands.verify",
+    "doctor_trial",
+    "doctor_probe",
 ]
 
 

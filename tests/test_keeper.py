@@ -1,6 +1,7 @@
 """A keeper's life: what it holds, when it answers what, and what every log line says. Real processes and sockets."""
 
 import ctypes
+import itertools
 import os
 import re
 import signal
@@ -64,7 +65,7 @@ def test_a_keeper_loads_serves_and_ends(tmp_path):
     """From start to SIGTERM: state, sockets, log lines and exit code."""
     with keeper(tmp_path, fill=42) as one:
         state = one.wait_for_state("ready")
-        assert one.names() == ["control.sock", "cpu-0.sock", "keeper.lock"]
+        assert one.names() == ["control.sock", "cpu-0.sock", "keeper.lock", "publish.sock"]
         assert len([link for link in links_of(one.process.pid) if "memfd:weightkeeper" in link]) == 1
         assert (state.held.model, state.held.nbytes, state.held.tensors) == ("/models/tiny", MEGABYTE, 1)
         assert (state.held.devices, state.held.kind, state.held.generation) == ({"cpu-0": MEGABYTE}, "host", 1)
@@ -143,7 +144,7 @@ def test_it_answers_while_it_loads(tmp_path):
             "reading", MEGABYTE // 2, MEGABYTE,
         )  # fmt: skip
         assert client.load(one.socket_dir) == "already loading"
-        assert one.names() == ["control.sock", "keeper.lock"]
+        assert one.names() == ["control.sock", "keeper.lock", "publish.sock"]
 
 
 @pytest.mark.parametrize("stage", ["publish 0", "rank 0", "publish 1"])
@@ -152,14 +153,14 @@ def test_no_engine_socket_before_all_ranks_are_there(tmp_path, stage):
     with keeper(tmp_path, ranks=2, stop_at=stage) as one:
         wait_for(one.stopped.exists, "the loader at its stage")
         assert one.status().state == "loading"
-        assert one.names() == ["control.sock", "keeper.lock"]
+        assert one.names() == ["control.sock", "keeper.lock", "publish.sock"]
 
 
 def test_a_model_of_several_ranks_has_a_socket_a_rank(tmp_path):
     """Each with its own part; bytes and tensors are summed."""
     with keeper(tmp_path, ranks=3, fill=9) as one:
         state = one.wait_for_state("ready")
-        assert one.names() == ["control.sock", "cpu-0.sock", "cpu-1.sock", "cpu-2.sock", "keeper.lock"]
+        assert one.names() == ["control.sock", "cpu-0.sock", "cpu-1.sock", "cpu-2.sock", "keeper.lock", "publish.sock"]
         assert state.held.devices == {"cpu-0": MEGABYTE, "cpu-1": MEGABYTE, "cpu-2": MEGABYTE}
         assert (state.held.nbytes, state.held.tensors) == (3 * MEGABYTE, 3)
         assert [served_byte(one.socket_dir, f"cpu-{rank}") for rank in range(3)] == [9, 9, 9]
@@ -262,7 +263,7 @@ def test_release_is_refused_while_engines_map_and_names_them(tmp_path):
         state = one.status()
         assert (state.state, state.held) == ("released", None)
         assert [(old.generation, old.nbytes) for old in state.releasing] == [(1, MEGABYTE)]
-        assert one.names() == ["control.sock", "keeper.lock"]
+        assert one.names() == ["control.sock", "keeper.lock", "publish.sock"]
         assert ctypes.string_at(region.address, 1) == b"\x05"
         session.close()
         wait_for(lambda: one.status().releasing == (), "the end of the old generation")
@@ -335,7 +336,7 @@ def test_a_load_for_other_devices_moves_the_sockets(tmp_path):
         one.plan(device="GPU-{rank}")
         client.load(one.socket_dir)
         wait_for(lambda: one.status().loads == 2, "the second load")
-        assert one.names() == ["GPU-0.sock", "control.sock", "keeper.lock"]
+        assert one.names() == ["GPU-0.sock", "control.sock", "keeper.lock", "publish.sock"]
 
 
 def test_a_failed_load_leaves_what_was_held_serving(tmp_path):
@@ -427,7 +428,7 @@ def test_a_failed_load_says_its_cause_and_publishes_nothing(tmp_path, name):
         state = one.wait_for_state("failed")
         assert re.fullmatch(cause, state.failure)
         assert (state.held, state.loads, state.loading) == (None, 0, None)
-        assert one.names() == ["control.sock", "keeper.lock"]
+        assert one.names() == ["control.sock", "keeper.lock", "publish.sock"]
         with pytest.raises(KeeperFailedError) as caught:
             client.open_session(one.socket_dir, "cpu-0")
         assert str(caught.value) == f"the keeper's last load failed: {state.failure}"
@@ -502,7 +503,7 @@ def test_a_killed_loader_leaves_nothing_half_published(tmp_path, stage):
         os.kill(int(one.stopped.read_text()), signal.SIGKILL)
         state = one.wait_for_state("failed")
         assert state.failure == "the loader ended by signal 9 (killed; out of memory?)"
-        assert one.names() == ["control.sock", "keeper.lock"]
+        assert one.names() == ["control.sock", "keeper.lock", "publish.sock"]
         assert not [link for link in links_of(one.process.pid) if "memfd" in link or "pidfd" in link]
         one.plan(ranks=2)
         assert one.wait_for_state("ready").held.devices == {"cpu-0": MEGABYTE, "cpu-1": MEGABYTE}
@@ -552,7 +553,8 @@ def test_a_load_that_is_stopped_before_it_began_leaves_a_quiet_loop(tmp_path):
     """Asked and stopped at the same moment: the loop goes back to waiting and does not spin."""
 
     async def main():
-        loads = Loads(str(tmp_path / "engine.yaml"), ("false",), str(tmp_path), 3600.0, lambda _: None)
+        config, directory = str(tmp_path / "engine.yaml"), str(tmp_path)
+        loads = Loads(config, ("false",), directory, 3600.0, lambda _: None, itertools.count(1))
         loads.stop()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loads.run)
@@ -583,7 +585,8 @@ def test_a_change_counts_when_it_has_settled(tmp_path, monkeypatch):
             return seen[-1], ()
 
         monkeypatch.setattr("weightkeeper.retry_key.key_of", key_of)
-        loads = Loads(str(tmp_path / "engine.yaml"), ("false",), str(tmp_path), 0.01, lambda _: None)
+        config, directory = str(tmp_path / "engine.yaml"), str(tmp_path)
+        loads = Loads(config, ("false",), directory, 0.01, lambda _: None, itertools.count(1))
         started = []
         monkeypatch.setattr(
             "weightkeeper.loads.Generation", lambda number: started.append(len(seen)) or Generation(number)
@@ -631,7 +634,8 @@ def test_the_loader_ends_with_the_keeper(tmp_path, how):
         one.process.send_signal(how)
         assert one.process.wait(DEADLINE_SECONDS) == (0 if how != signal.SIGKILL else -signal.SIGKILL)
         wait_for(lambda: not is_alive(loader), "the loader's end")
-        assert one.names() == (["keeper.lock"] if how != signal.SIGKILL else ["control.sock", "keeper.lock"])
+        sockets = ["control.sock", "publish.sock"] if how == signal.SIGKILL else []
+        assert one.names() == sorted(["keeper.lock", *sockets])
 
 
 def test_it_ends_at_once_while_clients_are_connected(tmp_path):

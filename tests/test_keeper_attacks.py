@@ -438,7 +438,7 @@ def test_g10_a_killed_keeper_is_taken_over_with_one_line(tmp_path, one):
         other.wait_for_state("ready")
         for _ in range(3):
             other.kill()
-            assert other.names() == ["control.sock", "cpu-0.sock", "keeper.lock"]
+            assert other.names() == ["control.sock", "cpu-0.sock", "keeper.lock", "publish.sock"]
             with pytest.raises(RefusedError, match=r"nobody answers on .*control\.sock; the sidecar has ended"):
                 client.open_session(other.socket_dir, "cpu-0")
             other.log.unlink()
@@ -446,7 +446,7 @@ def test_g10_a_killed_keeper_is_taken_over_with_one_line(tmp_path, one):
             other.wait_for_state("ready")
             assert other.lines()[0] == (
                 f"took over {other.socket_dir} from a keeper that ended without cleaning up: "
-                "removed control.sock, cpu-0.sock"
+                "removed control.sock, cpu-0.sock, publish.sock"
             )
             assert "took over" not in "".join(other.lines()[1:])
             assert served(other)
@@ -466,7 +466,7 @@ def test_g10_a_keeper_killed_while_loading_leaves_nothing_that_counts(tmp_path, 
         other.start()
         state = other.wait_for_state("ready")
         assert (state.held.generation, state.loads) == (1, 1)
-        assert other.names() == ["control.sock", "cpu-0.sock", "cpu-1.sock", "keeper.lock"]
+        assert other.names() == ["control.sock", "cpu-0.sock", "cpu-1.sock", "keeper.lock", "publish.sock"]
 
 
 def test_a_second_keeper_gives_up_and_the_first_serves_on(tmp_path, one):
@@ -477,7 +477,7 @@ def test_a_second_keeper_gives_up_and_the_first_serves_on(tmp_path, one):
     assert second.process.wait(30) == 1
     assert f"weightkeeper: {one.socket_dir}: a live keeper (pid {one.process.pid}, " in second.text()
     assert "Traceback" not in second.text()
-    assert one.names() == ["control.sock", "cpu-0.sock", "keeper.lock"]
+    assert one.names() == ["control.sock", "cpu-0.sock", "keeper.lock", "publish.sock"]
 
 
 def test_a_keeper_that_may_not_write_its_directory_says_so_in_one_line(tmp_path, one):

@@ -64,18 +64,6 @@ def test_an_engine_with_other_weights_replaces_what_is_held(tmp_path, empty):
     assert empty.until(lambda status: not status.leases).releasing == ()
 
 
-def test_two_ranks_publish_together(tmp_path, empty):
-    """All ranks or none, also from an engine."""
-    model = models.write(tmp_path / "m", hidden=256)
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    first, log = run(model, options=options, **publishing(empty))
-    assert log.count("weightkeeper: published, mapped") == 2
-    assert sorted(empty.status().held.devices) == ["cpu-0", "cpu-1"]
-    again, log = run(model, options=options, load_format="weightkeeper", extra=empty.extra(fallback=False))
-    assert log.count("weightkeeper: zero_copy, mapped") == 2
-    assert again["tokens"] == first["tokens"]
-
-
 def test_without_the_option_nothing_is_published(tmp_path, empty):
     """The default is to take, not to give."""
     model = models.write(tmp_path / "m")

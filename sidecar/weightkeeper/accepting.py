@@ -49,6 +49,9 @@ _GRACE_SECONDS = 1.0
 
 FromClient = Hello | StatusRequest | LoadRequest | ReleaseRequest | Report | ReceiptsRequest | MapRequest
 
+REQUESTS = Limits(FromClient, MAX_REQUEST_BYTES, 0)
+"""What may come on a socket before a dialogue expects something else."""
+
 logger = logging.getLogger("weightkeeper.keeper")
 
 
@@ -60,7 +63,7 @@ class Connection:
     """
 
     def __init__(self, accepted: socket.socket, peer: Peer):
-        self.channel = AsyncChannel(accepted, Limits(FromClient, MAX_REQUEST_BYTES, 0))
+        self.channel = AsyncChannel(accepted, REQUESTS)
         self.peer = peer
         self.name = ""
         self.is_lease = False
@@ -107,13 +110,17 @@ class Connection:
         await self.channel.send(Welcome(VERSION))
         return True
 
-    async def request(self) -> Frame | None:
-        """The next request; None at the end of the stream."""
+    async def request(self, idle_seconds: float = IDLE_SECONDS) -> Frame | None:
+        """The next request; None at the end of the stream. From a lease it may be long in coming."""
         self._waiting_since = time.monotonic()
         try:
-            return await self.channel.receive(None if self.is_lease else IDLE_SECONDS)
+            return await self.channel.receive(None if self.is_lease else idle_seconds)
         finally:
             self._waiting_since = None
+
+    def expect(self, limits: Limits) -> None:
+        """What may come from the next message on."""
+        self.channel = AsyncChannel(self._socket, limits)
 
     def say_at_once(self, error: WeightkeeperError) -> None:
         """Say why it is over, if that takes no waiting."""

@@ -9,7 +9,9 @@ import click
 from weightkeeper import __version__
 from weightkeeper.errors import ConfigError, WeightkeeperError
 
-COMMANDS = ("health", "history", "inspect", "load", "release", "restart", "serve", "status", "supervise")
+COMMANDS = (
+    "doctor", "health", "history", "inspect", "load", "release", "restart", "serve", "status", "supervise", "verify",
+)  # fmt: skip
 
 
 class Program(click.Group):

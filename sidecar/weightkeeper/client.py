@@ -6,10 +6,10 @@ A `Session` that was granted weights is a lease: it lasts as long as the session
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weightkeeper.dialing import ask, connect, expected_of, request
+from weightkeeper.dialing import ask, connect, expected_of, hand_over, request
 from weightkeeper.errors import (
     Difference,
     KeeperFailedError,
@@ -29,6 +29,7 @@ from weightkeeper.protocol import (
     LoadRequest,
     MapRequest,
     Mismatch,
+    Publish,
     Receipt,
     Receipts,
     ReceiptsRequest,
@@ -39,7 +40,7 @@ from weightkeeper.protocol import (
     StatusRequest,
 )
 from weightkeeper.quantities import bytes_text
-from weightkeeper.sockets import control_path, engine_path, fitting
+from weightkeeper.sockets import control_path, engine_path, fitting, publish_path
 
 POLL_SECONDS = 0.2
 """Between two looks at a keeper that is still loading."""
@@ -160,6 +161,48 @@ def open_session(
             else:  # ready since we tried, or full: that is a matter of moments
                 patience.shorten(connect_timeout_s)
                 patience.use("the keeper is ready, its socket not yet", cause)
+
+
+def publish(
+    socket_dir: str | os.PathLike[str],
+    message: Publish,
+    descriptors: Sequence[int],
+    *,
+    name: str = "",
+    connect_timeout_s: float = 5.0,
+    state_timeout_s: float = 600.0,
+) -> Session:
+    """Hand one rank's weights over to the keeper; they are offered when all ranks have done so.
+
+    Args:
+        socket_dir: the keeper's directory.
+        message: what the descriptors are.
+        descriptors: one a segment of `message.sizes`; they stay the caller's.
+        name: of this engine, for people.
+        connect_timeout_s: to connect and be greeted.
+        state_timeout_s: for the keeper to verify this rank. The other ranks are not waited for.
+
+    Returns:
+        The lease on these weights, for as long as it is open; closed before the last rank has come, nothing is offered.
+
+    Raises:
+        AlreadyHeldError: the keeper holds these very weights; they can be mapped.
+        StillLoadingError: it is loading by itself.
+        CacheUnusableError: any other cause, by its class; RefusedError from a keeper that takes no weights.
+    """
+    if len(descriptors) != len(message.sizes):
+        raise ProtocolError(f"{len(descriptors)} descriptors for {len(message.sizes)} segments of {message.device}")
+    try:
+        channel = connect(publish_path(socket_dir), "engine", name, connect_timeout_s)
+    except NoSocketError as error:
+        status(socket_dir, connect_timeout_s)
+        raise RefusedError(f"the keeper in {socket_dir} takes no weights from engines; see --no-publish") from error
+    try:
+        hand_over(channel, message, descriptors, state_timeout_s)
+    except BaseException:
+        channel.close()
+        raise
+    return Session(channel)
 
 
 def loading_text(state: Status) -> str:

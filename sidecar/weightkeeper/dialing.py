@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from weightkeeper.errors import (
@@ -18,7 +19,19 @@ from weightkeeper.errors import (
     WeightkeeperError,
 )
 from weightkeeper.frames import Channel, Limits, close_all, name_of
-from weightkeeper.protocol import FRAME_SECONDS, VERSION, FromKeeper, Hello, Message, Refusal, Welcome
+from weightkeeper.protocol import (
+    FRAME_SECONDS,
+    MAX_DESCRIPTORS,
+    VERSION,
+    Done,
+    FromKeeper,
+    Hello,
+    Message,
+    Publish,
+    Refusal,
+    Segments,
+    Welcome,
+)
 from weightkeeper.sockets import allowed_uids, check_owner, check_peer
 
 RETRY_SECONDS = 0.02
@@ -88,6 +101,10 @@ def ask(channel: Channel, message: Message, expected: Any, seconds: float = FRAM
         channel.send(message, seconds=seconds)
     except LostError as error:
         lost = error
+    return _answer(channel, expected, seconds, lost)
+
+
+def _answer(channel: Channel, expected: Any, seconds: float, lost: LostError | None) -> Any:
     try:
         frame = channel.receive(seconds)
     except LostError as error:
@@ -96,6 +113,25 @@ def ask(channel: Channel, message: Message, expected: Any, seconds: float = FRAM
         close_all(frame.descriptors)
         raise ProtocolError(f"descriptors came with {name_of(frame.message)}, where none belong")
     return expected_of(frame.message, expected)
+
+
+def hand_over(channel: Channel, message: Publish, descriptors: Sequence[int], seconds: float) -> None:
+    """Publish and its segments, until the keeper says Done.
+
+    Args:
+        seconds: for the keeper's answer, once everything is sent.
+
+    Raises:
+        CacheUnusableError: the keeper refused, at any point, or is lost.
+    """
+    lost = None
+    try:
+        channel.send(message)
+        for first in range(0, len(descriptors), MAX_DESCRIPTORS):
+            channel.send(Segments(first), descriptors[first : first + MAX_DESCRIPTORS])
+    except LostError as error:
+        lost = error
+    _answer(channel, Done, seconds, lost)
 
 
 def expected_of(message: Message, expected: Any) -> Any:

@@ -18,9 +18,9 @@ from weightkeeper.sockets import allowed_uids, check_owner, control_path, engine
 INITIAL = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF, "uts": 0xEFFFFFFE, "user": 0xEFFFFFFD}
 """Namespace → inode of the machine's first one, fixed by the kernel (include/linux/proc_ns.h)."""
 
-_LONGEST_DEVICE = "GPU-00000000-0000-0000-0000-000000000000"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-_CONTAINERS = {"docker": "docker", "containerd": "other", "kubepods": "kubernetes", "libpod": "podman"}
+_GROUPS = {"docker": "docker", "kubepods": "kubernetes", "libpod": "podman", "containerd": "other"}
+_OVERLAY_ROOT = re.compile(r"^\S+ \S+ \S+ \S+ / .* - overlay ", re.MULTILINE)
 
 
 def collect(socket_dir: str, seconds: float) -> Facts:
@@ -50,7 +50,7 @@ def collect(socket_dir: str, seconds: float) -> Facts:
             for path in sorted(Path("/dev").glob("nvidia*"))
             if path.is_char_device()
         ),
-        socket_directory=_socket_directory(socket_dir),
+        socket_directory=_socket_directory(socket_dir, found["gpus"][0]["uuid"] if found["gpus"] else "cpu-0"),
     )
 
 
@@ -80,8 +80,9 @@ def _container() -> str:
         return "podman"
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
-    groups = _text("/proc/self/cgroup") + _text("/proc/self/mountinfo").split("\n", 1)[0]
-    return next((name for word, name in _CONTAINERS.items() if word in groups), "none")
+    groups = _text("/proc/self/cgroup")
+    without = "other" if _OVERLAY_ROOT.search(_text("/proc/self/mountinfo")) else "none"
+    return next((name for word, name in _GROUPS.items() if word in groups), without)
 
 
 def _namespace(name: str) -> Namespace:
@@ -97,10 +98,10 @@ def _namespace(name: str) -> Namespace:
         return "unknown"
 
 
-def _socket_directory(path: str) -> SocketDirectory:
-    """Whether a keeper could serve there, and an engine trust it; nothing is made or changed."""
+def _socket_directory(path: str, device: str) -> SocketDirectory:
+    """Whether a keeper could serve this device there, and an engine trust it; nothing is made or changed."""
     try:
-        engine_path(path, _LONGEST_DEVICE)
+        engine_path(path, device)
         check_owner(control_path(path), allowed_uids())
         return SocketDirectory(path, True, "")
     except FileNotFoundError:

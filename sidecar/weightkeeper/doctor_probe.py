@@ -1,6 +1,6 @@
 """What the CUDA driver and NVML say of the GPUs, as JSON on stdout. A process of its own: a driver can hang or crash.
 
-    python -m weightkeeper.doctor_probe
+python -m weightkeeper.doctor_probe
 """
 
 import json

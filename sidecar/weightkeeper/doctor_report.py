@@ -72,7 +72,10 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One thing that was tried. `detail`: the error, or how a write was refused."""
+    """One thing that was tried: make, export, hand over, map, read, refuse writes, outlive, clean up.
+
+    `detail` is the error, or how a write was refused.
+    """
 
     name: str
     ok: bool
@@ -101,7 +104,9 @@ class Kind(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...] = ()
 
 
-class Warning(msgspec.Struct, frozen=True):
+class Risk(msgspec.Struct, frozen=True):
+    """A warning: it stops nothing now, and may later or elsewhere."""
+
     code: str
     message: str
     remedy: str
@@ -120,5 +125,5 @@ class Report(msgspec.Struct, frozen=True):
     works: bool
     needed: str
     kinds: tuple[Kind, ...]
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Risk, ...]
     facts: Facts

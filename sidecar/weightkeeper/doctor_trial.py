@@ -86,7 +86,7 @@ class Teller:
 
     def wait(self) -> tuple[dict[str, Any], list[int]]:
         """What the doctor sends next; empty when it has closed its end."""
-        data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 16)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 16, socket.MSG_CMSG_CLOEXEC)
         return (json.loads(data) if data else {}), descriptors
 
 

@@ -77,6 +77,22 @@ class CudaCallError(MemoryKindError):
         super().__init__(message)
 
 
+class TrialError(WeightkeeperError):
+    """A process of the doctor's trial did not do what it should: it reported an error, crashed, or was silent.
+
+    Attributes:
+        number: of the CUDA error that it reported, or 0.
+        is_fault: the driver or the kernel stopped it at what it was doing: a CUDA error, SIGSEGV or SIGBUS.
+    """
+
+    code = "trial"
+
+    def __init__(self, message: str, number: int = 0, is_fault: bool = False):
+        self.number = number
+        self.is_fault = is_fault
+        super().__init__(message)
+
+
 class SocketPathError(WeightkeeperError):
     """A socket path is too long, or its directory cannot be used."""
 
@@ -235,6 +251,12 @@ class ProtocolError(CacheUnusableError):
     """A frame is malformed, over a limit, out of order or of another version."""
 
     code = "protocol"
+
+
+class AlreadyHeldError(CacheUnusableError):
+    """The keeper does not take published weights because it holds these very ones; the engine can map them instead."""
+
+    code = "already_held"
 
 
 class NoRoomError(CacheUnusableError):

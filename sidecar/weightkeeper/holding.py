@@ -29,9 +29,17 @@ ITEM_BYTES = {
 
 
 class Part:
-    """One rank's weights. It owns its descriptors."""
+    """One rank's weights. It owns its descriptors.
 
-    def __init__(self, generation: int, publish: Publish):
+    Attributes:
+        grant: the answer to an engine that may map it; empty until the part belongs to a generation.
+
+    Raises:
+        ProtocolError: the message contradicts itself.
+        MemoryKindError: its kind of memory cannot be held.
+    """
+
+    def __init__(self, publish: Publish):
         check_publish(publish)
         self.device = publish.device
         self.rank = publish.rank
@@ -44,7 +52,8 @@ class Part:
         self.descriptors: list[int] = []
         self._check = memory.checker_of(publish.kind)
         self.receipts = encode(Receipts(publish.receipts))
-        self.grant = encode(Grant(generation, publish.fingerprint, publish.kind, publish.sizes, publish.layout))
+        self.grant = b""
+        self._layout: Layout | None = publish.layout
 
     @property
     def is_complete(self) -> bool:
@@ -70,9 +79,17 @@ class Part:
             raise
         self.descriptors += descriptors
 
+    def settle(self, generation: int) -> None:
+        """Make the Grant; a part belongs to one generation for good."""
+        if self._layout is not None:
+            self.grant = encode(Grant(generation, self.fingerprint, self.kind, self.sizes, self._layout))
+            self._layout = None
+
     def close(self) -> None:
+        """Let the descriptors go, and the answers, which an engine's lease would keep otherwise."""
         close_all(self.descriptors)
         self.descriptors = []
+        self.grant = self.receipts = b""
 
 
 class Generation:
@@ -103,14 +120,23 @@ class Generation:
             ProtocolError: it contradicts itself or the ranks before it.
             MemoryKindError: its kind of memory cannot be held.
         """
-        part = Part(self.number, publish)
+        part = Part(publish)
+        self.add(part)
+        return part
+
+    def add(self, part: Part) -> None:
+        """Let a part belong to this generation.
+
+        Raises:
+            ProtocolError: it contradicts the ranks before it.
+        """
         for other in self.parts.values():
             if other.device == part.device or other.rank == part.rank:
                 raise ProtocolError(f"rank {part.rank} on {part.device} is published twice")
             if (other.world_size, other.model, other.kind) != (part.world_size, part.model, part.kind):
                 raise ProtocolError(f"rank {part.rank} does not belong to the same model as rank {other.rank}")
+        part.settle(self.number)
         self.parts[part.device] = part
-        return part
 
     def finish(self) -> None:
         """Called when the last rank is there: what `held` gives is settled now."""

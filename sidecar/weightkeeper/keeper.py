@@ -3,6 +3,7 @@
 No torch, no CUDA, no mapping of weights: what it holds is the weights and nothing else.
 """
 
+import itertools
 import logging
 import os
 import resource
@@ -16,14 +17,15 @@ import anyio
 
 from weightkeeper import __version__
 from weightkeeper.accepting import Acceptor
-from weightkeeper.errors import ConfigError, SocketPathError
+from weightkeeper.errors import ConfigError, RefusedError, SocketPathError
 from weightkeeper.holding import Generation
 from weightkeeper.listening import SocketDirectory
 from weightkeeper.loads import Loads
 from weightkeeper.protocol import Lease, State, Status
+from weightkeeper.publishing import RANKS_SECONDS, Publishing
 from weightkeeper.quantities import bytes_text
-from weightkeeper.sessions import ControlDialogue, EngineDialogue
-from weightkeeper.sockets import control_path, engine_path
+from weightkeeper.sessions import ControlDialogue, EngineDialogue, PublishDialogue
+from weightkeeper.sockets import control_path, engine_path, publish_path
 from weightkeeper.store import Store
 
 LOADER = (sys.executable, "-m", "weightkeeper.loader")
@@ -41,6 +43,8 @@ class Settings:
         allowed_uids: users besides our own who may connect.
         loader: argument list that loads; `--config` and `--channel` are added.
         poll_seconds: between two looks for a change, after a failed load.
+        takes_publications: whether engines may hand over weights that they loaded.
+        ranks_seconds: that the ranks of a model which engines publish have, from the first to the last.
     """
 
     socket_dir: str
@@ -48,6 +52,8 @@ class Settings:
     allowed_uids: frozenset[int] = frozenset()
     loader: tuple[str, ...] = LOADER
     poll_seconds: float = 3.0
+    takes_publications: bool = True
+    ranks_seconds: float = RANKS_SECONDS
 
 
 class Keeper:
@@ -64,10 +70,13 @@ class Keeper:
         self._started_at = time.time()
         self._acceptors: dict[str, Acceptor] = {}
         self._loads: Loads | None = None
+        numbers = itertools.count(1)
         if settings.config is not None:
             loader, poll = settings.loader, settings.poll_seconds
-            self._loads = Loads(settings.config, loader, settings.socket_dir, poll, self._adopt)
-        control_path(settings.socket_dir)
+            self._loads = Loads(settings.config, loader, settings.socket_dir, poll, self._adopt_loaded, numbers)
+        self._publishing = Publishing(
+            self._store, numbers, settings.ranks_seconds, self._is_loading, self._adopt_published
+        )
         self._directory = SocketDirectory(settings.socket_dir, settings.allowed_uids)
 
     async def run(self) -> None:
@@ -77,6 +86,8 @@ class Keeper:
         try:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async with anyio.create_task_group() as self._tasks:
+                    if self._settings.takes_publications:  # first, so that whoever finds a keeper finds all of it
+                        self._take_publications()
                     acceptor = Acceptor(self._directory.listen(path), dialogue, self._settings.allowed_uids)
                     self._tasks.start_soon(acceptor.run)
                     logger.info("weightkeeper %s answers on %s", __version__, path)
@@ -130,6 +141,7 @@ class Keeper:
         if self._loads is not None and self._loads.stop():
             text += "; the running load is stopped"
             logger.info("load stopped: the weights are to be released")
+        self._publishing.refuse_all(RefusedError("the keeper was told to release its weights meanwhile"))
         self._settle_sockets()
         return text
 
@@ -141,11 +153,40 @@ class Keeper:
     def _state(self) -> State:
         if self._store.current is not None:
             return "ready"
-        if self._loads is not None and self._loads.is_running:
+        if self._is_loading():
             return "loading"
         if self._loads is not None and self._loads.failure:
             return "failed"
         return "released" if self._store.released else "empty"
+
+    def _is_loading(self) -> bool:
+        return self._loads is not None and self._loads.is_running
+
+    def _take_publications(self) -> None:
+        listener = self._directory.listen(publish_path(self._settings.socket_dir))
+        dialogue = PublishDialogue(self._publishing, self._settings.socket_dir)
+        self._tasks.start_soon(Acceptor(listener, dialogue, self._settings.allowed_uids).run)
+
+    def _adopt_loaded(self, generation: Generation) -> None:
+        """Offer what a loader published."""
+        self._adopt(generation)
+        self._publishing.refuse_all(RefusedError("the keeper has loaded a model by itself meanwhile"))
+        held = generation.held
+        logger.info(
+            "ready: %s, %s on %s, loaded in %.1f s (generation %d)",
+            held.model, bytes_text(held.nbytes), ", ".join(held.devices), held.load_seconds, held.generation,
+        )  # fmt: skip
+
+    def _adopt_published(self, generation: Generation, names: str) -> None:
+        """Offer what engines of these names published."""
+        self._adopt(generation)
+        if self._loads is not None:
+            self._loads.forget_failure()
+        held = generation.held
+        logger.info(
+            "published: %s, %s on %s by %s (generation %d)",
+            held.model, bytes_text(held.nbytes), ", ".join(held.devices), names, held.generation,
+        )  # fmt: skip
 
     def _adopt(self, generation: Generation) -> None:
         """Offer a complete generation in place of the one before."""
@@ -165,11 +206,6 @@ class Keeper:
             self._acceptors[device] = Acceptor(listener, dialogue, self._settings.allowed_uids)
             self._tasks.start_soon(self._acceptors[device].run)
         self._settle_sockets()
-        held = generation.held
-        logger.info(
-            "ready: %s, %s on %s, loaded in %.1f s (generation %d)",
-            held.model, bytes_text(held.nbytes), ", ".join(held.devices), held.load_seconds, held.generation,
-        )  # fmt: skip
 
     def _settle_sockets(self) -> None:
         """Take away the engine sockets of devices on which nothing is offered any more."""

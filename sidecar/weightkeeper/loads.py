@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import anyio
 import anyio.to_thread
@@ -26,6 +26,7 @@ class Loads:
         socket_dir: where the engine sockets will be; the loader finds it in WEIGHTKEEPER_SOCKET_DIR.
         poll_seconds: between two looks for a change, after a failed load.
         adopt: takes over a complete generation, or raises SocketPathError and leaves all as it was.
+        numbers: of the generations, which the keeper counts.
 
     Attributes:
         failure: cause of the last failed load, empty when the last one succeeded.
@@ -39,6 +40,7 @@ class Loads:
         socket_dir: str,
         poll_seconds: float,
         adopt: Callable[[Generation], None],
+        numbers: Iterator[int],
     ):
         self.failure = ""
         self.count = 0
@@ -47,7 +49,7 @@ class Loads:
         self._socket_dir = socket_dir
         self._poll_seconds = poll_seconds
         self._adopt = adopt
-        self._generations = 0
+        self._numbers = numbers
         self._load: Load | None = None
         self._key: retry_key.Key | None = None
         self._is_asked = True
@@ -82,6 +84,10 @@ class Loads:
         self.failure = ""
         return was_running
 
+    def forget_failure(self) -> None:
+        """The weights are there by another way, so nothing is to be tried again."""
+        self.failure = ""
+
     async def run(self) -> None:
         """Load for ever; the first load begins at once."""
         while True:
@@ -109,8 +115,7 @@ class Loads:
             seen = key
 
     async def _run_once(self) -> None:
-        self._generations += 1
-        generation = Generation(self._generations)
+        generation = Generation(next(self._numbers))
         is_adopted = False
         try:
             self._key = await self._key_now()

@@ -17,6 +17,11 @@ and ends the connection.
                            the open connection is now a lease; it ends at EOF
         ReleaseRequest   → Done           copy mode: this engine's lease ends, the weights go if nobody else maps them
                            not from a lease that only verifies, which counts as no engine anywhere
+    publish socket (`publish.sock`, there from the keeper's start unless it takes no weights from engines)
+        Hello            → Welcome        the role is `engine`
+        Publish, then Segments…  → Done   once for each rank, each on a connection of its own; this rank is verified
+                           when all ranks are there, the model is offered and the open connection is this engine's
+                           lease on its device; a connection that ends before that takes its rank with it
     loader channel (a socket pair made by the keeper, inherited by its child)
         Hello            → Welcome
         Progress           any number, unanswered
@@ -38,7 +43,7 @@ MAX_REQUEST_BYTES = 256 * 1024
 """A message to a keeper's socket. A map request with 200 files is some 30 KiB."""
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""A message from a keeper, or on the loader channel. A layout of 5,000 tensors is about 1 MiB."""
+"""A message from a keeper, on the loader channel or on the publish socket. A layout of 5,000 tensors is about 1 MiB."""
 
 MAX_DESCRIPTORS = 64
 """In one frame. The kernel's own limit is 253."""
@@ -231,7 +236,7 @@ class Held(msgspec.Struct, frozen=True):
         nbytes: on all devices together.
         devices: device → bytes.
         tensors: distinct tensors on all devices.
-        load_seconds: from the loader's start to the last rank published.
+        load_seconds: from the loader's start, or the first rank that engines published, to the last rank.
     """
 
     generation: int

@@ -1,19 +1,24 @@
-"""The keeper's side of the two dialogues with clients: one class for the control socket, one for engine sockets."""
+"""The keeper's side of the dialogues with clients: a class each for the control, engine and publish sockets."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weightkeeper.accepting import Connection
-from weightkeeper.errors import MismatchError, ProtocolError
-from weightkeeper.frames import close_all, name_of
+import msgspec
+
+from weightkeeper.accepting import REQUESTS, Connection
+from weightkeeper.errors import MismatchError, ProtocolError, TimeLimitError
+from weightkeeper.frames import Limits, close_all, name_of
+from weightkeeper.holding import Part
 from weightkeeper.protocol import (
+    FRAME_SECONDS,
     MAX_DESCRIPTORS,
     Done,
     Lease,
     LoadRequest,
     MapRequest,
     Mismatch,
+    Publish,
     ReceiptsRequest,
     ReleaseRequest,
     Report,
@@ -21,7 +26,13 @@ from weightkeeper.protocol import (
     Status,
     StatusRequest,
 )
+from weightkeeper.publishing import Publisher, Publishing
+from weightkeeper.quantities import printable
+from weightkeeper.sockets import engine_path
 from weightkeeper.store import Store
+
+PUBLICATION = Limits(Publish | Segments)
+"""What may come from an engine that was let in to publish, until its part is complete."""
 
 logger = logging.getLogger("weightkeeper.keeper")
 
@@ -116,3 +127,81 @@ class EngineDialogue:
         finally:
             close_all(granted.descriptors)
         return granted.lease
+
+
+@dataclass(frozen=True, slots=True)
+class PublishDialogue:
+    """Publish and Segments, answered by Done; then the connection is this engine's lease.
+
+    Attributes:
+        socket_dir: where the engine sockets will be.
+    """
+
+    publishing: Publishing
+    socket_dir: str
+
+    async def __call__(self, connection: Connection) -> None:
+        if not await connection.welcome("engine"):
+            return
+        publisher = await self._begin(connection)
+        if publisher is None:
+            return
+        try:
+            if not await _receive(connection, publisher.part):
+                return
+            connection.is_lease = True
+            connection.expect(REQUESTS)
+            self.publishing.complete(publisher)
+            await connection.channel.send(Done())
+            await _hold(publisher)
+        finally:
+            connection.is_lease = False
+            self.publishing.end(publisher)
+
+    async def _begin(self, connection: Connection) -> Publisher | None:
+        """What a connection publishes; None where it ended before. The message is not kept: it is the whole layout."""
+        connection.expect(PUBLICATION)
+        frame = await connection.request(FRAME_SECONDS)
+        if frame is None:
+            return None
+        close_all(frame.descriptors)
+        message = frame.message
+        if frame.descriptors or not isinstance(message, Publish):
+            raise ProtocolError(f"expected a Publish without descriptors, got {name_of(message)}")
+        engine_path(self.socket_dir, message.device)
+        shown = printable(message.model, 1000)
+        return self.publishing.begin(connection, msgspec.structs.replace(message, model=shown))
+
+
+async def _receive(connection: Connection, part: Part) -> bool:
+    """Take over all segments of a part; False where the connection ended before."""
+    while not part.is_complete:
+        frame = await connection.request(FRAME_SECONDS)
+        if frame is None:
+            return False
+        if not isinstance(frame.message, Segments):
+            close_all(frame.descriptors)
+            raise ProtocolError(f"expected the segments of {part.device}, got {name_of(frame.message)}")
+        part.add(frame.message.first, frame.descriptors)
+    return True
+
+
+async def _hold(publisher: Publisher) -> None:
+    """Return at the end of the connection.
+
+    Raises:
+        TimeLimitError: the other ranks did not come in time.
+        WeightkeeperError: the part was given up for another reason.
+        ProtocolError: the engine said anything.
+    """
+    with publisher.scope:
+        frame = await publisher.connection.request()
+        if frame is not None:
+            raise ProtocolError(f"{name_of(frame.message)} is out of place after a Publish")
+    if publisher.refusal is not None:
+        raise publisher.refusal
+    if publisher.scope.cancelled_caught:
+        part = publisher.part
+        raise TimeLimitError(
+            f"rank {part.rank} of {part.world_size} was published, and the others did not come in time"
+        )

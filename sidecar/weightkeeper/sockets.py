@@ -15,6 +15,7 @@ MAX_PATH_BYTES = 107
 
 DEFAULT_DIRECTORY = "/run/weightkeeper"
 CONTROL = "control"
+PUBLISH = "publish"
 SUFFIX = ".sock"
 
 ALLOW_UID = "WEIGHTKEEPER_ALLOW_UID"
@@ -54,14 +55,25 @@ def control_path(directory: str | os.PathLike[str]) -> str:
     return fitting(os.path.join(directory, CONTROL + SUFFIX))
 
 
+def publish_path(directory: str | os.PathLike[str]) -> str:
+    """The path of the socket on which engines hand over weights.
+
+    Raises:
+        SocketPathError: the path is too long for a Unix socket.
+    """
+    return fitting(os.path.join(directory, PUBLISH + SUFFIX))
+
+
 def engine_path(directory: str | os.PathLike[str], device: str) -> str:
     """The path of one device's engine socket: a GPU UUID, a MIG UUID, or `cpu-RANK`.
 
     Raises:
         SocketPathError: no name of a device, or the path is too long for a Unix socket.
     """
-    if not _DEVICE.fullmatch(device) or device == CONTROL:
-        raise SocketPathError(f"{device!r:.80} is no device name: 1 to 64 letters, digits and dashes, not `{CONTROL}`")
+    if not _DEVICE.fullmatch(device) or device in (CONTROL, PUBLISH):
+        raise SocketPathError(
+            f"{device!r:.80} is no device name: 1 to 64 letters, digits and dashes, not `{CONTROL}` or `{PUBLISH}`"
+        )
     return fitting(os.path.join(directory, device + SUFFIX))
 
 

@@ -102,11 +102,15 @@ class Store:
         except OSError as error:
             close_all(descriptors)
             raise CacheUnusableError(f"the keeper is out of descriptors: {error.strerror}") from error
+        return Granted(self.begin(device, name, peer, request.mode), part.grant, descriptors)
+
+    def begin(self, device: str, name: str, peer: Peer, mode: str) -> Lease:
+        """A new lease on what is offered, for an engine that has it mapped or is about to."""
         number = self.current.number
-        lease = Lease(name, device, request.mode, peer.uid, peer.pid, time.time(), number)
+        lease = Lease(name, device, mode, peer.uid, peer.pid, time.time(), number)
         self._leases.append(lease)
         logger.info("lease begins: %s", _described(lease))
-        return Granted(lease, part.grant, descriptors)
+        return lease
 
     def _check(self, part: Part, request: MapRequest) -> None:
         if self._build_failed:

@@ -81,6 +81,19 @@ def test_gpu_file_reserves_one_gpu_and_keeps_everything_else():
         assert {key: service[key] for key in same} == {key: cpu[name][key] for key in same}
 
 
+def test_isolated_file_gives_each_container_its_own_ipc_namespace():
+    """With compose.isolated.yaml behind it: Docker's default isolation; the GPU and all else as before."""
+    gpu = config("compose.yaml", "compose.gpu.yaml")["services"]
+    isolated = config("compose.yaml", "compose.gpu.yaml", "compose.isolated.yaml")["services"]
+    assert isolated["supervisor"] == gpu["supervisor"]
+    for name in ("sidecar", "engine"):
+        assert (gpu[name]["ipc"], isolated[name]["ipc"]) == ("host", "private")
+        assert int(isolated[name]["shm_size"]) >= 512 << 20
+        assert not {"pid", "network_mode", "uts", "privileged"} & set(isolated[name])
+        same = set(gpu[name]) - {"ipc"}
+        assert {key: isolated[name][key] for key in same} == {key: gpu[name][key] for key in same}
+
+
 def test_every_variable_is_documented():
     """.env.example names each variable that a compose file reads."""
     text = "".join((COMPOSE / file).read_text() for file in ("compose.yaml", "compose.gpu.yaml"))

@@ -34,9 +34,29 @@ from weightkeeper.sockets import ALLOW_UID
     type=click.FloatRange(min=0, min_open=True),
     help="After a failed load: between two looks whether the config or the model's files changed.",
 )
+@click.option(
+    "--publish/--no-publish",
+    "takes_publications",
+    default=True,
+    show_default=True,
+    help="Whether engines of an allowed user may hand over the weights that they loaded.",
+)
+@click.option(
+    "--ranks-seconds",
+    default=keeper.RANKS_SECONDS,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="For a model that engines publish: from its first rank to its last.",
+)
 @click.option("--loader", envvar="WEIGHTKEEPER_LOADER", hidden=True, help="Command in place of our own loader.")
 def command(
-    socket_dir: str, config: str | None, allowed_uids: tuple[int, ...], poll_seconds: float, loader: str | None
+    socket_dir: str,
+    config: str | None,
+    allowed_uids: tuple[int, ...],
+    poll_seconds: float,
+    takes_publications: bool,
+    ranks_seconds: float,
+    loader: str | None,
 ) -> None:
     """Hold weights and serve them to engines, until SIGTERM."""
     # Each lease being handed out takes descriptors for a moment, and each connection one.
@@ -49,5 +69,7 @@ def command(
         allowed_uids=frozenset(allowed_uids),
         loader=tuple(shlex.split(loader)) if loader else keeper.LOADER,
         poll_seconds=poll_seconds,
+        takes_publications=takes_publications,
+        ranks_seconds=ranks_seconds,
     )
     anyio.run(keeper.serve, settings)
