@@ -38,7 +38,7 @@ ASKED: dict[str, str] = {}
 """The fingerprint that the loader sent."""
 
 
-def main() -> None:
+def main() -> int:
     request = json.loads(sys.stdin.readline())
     from vllm import LLM, SamplingParams
 
@@ -68,6 +68,7 @@ def main() -> None:
             if json.loads(line).get("write"):
                 write(model_of(llm))
             answer(llm, sampling, request["prompts"])
+    return 0
 
 
 def answer(llm, sampling, prompts: list[str]) -> None:
@@ -197,7 +198,7 @@ def listen(path: str) -> None:
                     connection.sendall(json.dumps(os.waitstatus_to_exitcode(ended[1])).encode())
         if server in ready:
             connection, _ = server.accept()
-            environment, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+            environment, streams, _, _ = socket.recv_fds(connection, 1 << 20, 4)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -208,11 +209,23 @@ def listen(path: str) -> None:
             connection.sendall(f"{pid}\n".encode())
 
 
-def close_streams() -> None:
+def load(channel: int) -> int:
+    """Be a keeper's real loader instead of an engine (see forked_loader.py)."""
+    from weightkeeper import loader
+
+    sys.argv = ["weightkeeper.loader", *json.loads(os.environ.pop("LOADER_ARGUMENTS")), "--channel", str(channel)]
+    return loader.main()
+
+
+def close_streams(kept: int) -> None:
     """Close what belongs to the parent's own dialogues, and nothing of a driver."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if int(name) > 2 and os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:")):
+            if (
+                int(name) > 2
+                and int(name) != kept
+                and os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:"))
+            ):
                 os.close(int(name))
 
 
@@ -220,14 +233,14 @@ def become(environment: dict[str, str], streams: list[int]) -> None:
     """Be the forked engine; does not return."""
     code = 1
     try:
+        channel = os.dup(streams.pop()) if len(streams) == 4 else -1
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
-        close_streams()
+        close_streams(channel)
         os.environ.clear()
         os.environ.update(environment | SETTINGS)
         sys.stdin, sys.stdout, sys.stderr = (open(n, "r" if n == 0 else "w", closefd=False) for n in range(3))  # noqa: SIM115
-        main()
-        code = 0
+        code = main() if channel < 0 else load(channel)
     except BaseException:
         traceback.print_exc()
     finally:

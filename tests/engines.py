@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +33,9 @@ START_SECONDS = 180
 class Keeper:
     """A running `weightkeeper serve` of its own, with its directory and log; without a model it waits for one."""
 
+    forked = False
+    """Whether its loaders are forked from `Prefork` instead of importing vLLM themselves."""
+
     def __init__(self, model: Path | None, **options: Any):
         self.dir = Path(tempfile.mkdtemp(prefix="wk"))
         self.sockets = self.dir / "run"
@@ -52,7 +56,11 @@ class Keeper:
         command = [sys.executable, "-m", "weightkeeper.cli", "serve"]
         command += ["--socket-dir", str(self.sockets)]
         command += ["--config", str(self.config)] if self.config.exists() else []
-        return subprocess.Popen(command, stderr=self.log, stdout=self.log, env=os.environ | QUIET)
+        environment = os.environ | QUIET
+        if self.forked:
+            command += ["--loader", shlex.join([sys.executable, str(Path(__file__).with_name("forked_loader.py"))])]
+            environment["WEIGHTKEEPER_TEST_PREFORK"] = Prefork.get().path
+        return subprocess.Popen(command, stderr=self.log, stdout=self.log, env=environment)
 
     def status(self) -> Status:
         return client.status(str(self.sockets))
@@ -120,10 +128,16 @@ class Keeper:
         shutil.rmtree(self.dir, ignore_errors=True)
 
 
+class ForkedKeeper(Keeper):
+    """As Keeper, for tests that are not about the loader."""
+
+    forked = True
+
+
 @contextmanager
 def keeper(model: Path, **options: Any) -> Iterator[Keeper]:
     """A keeper that is ready with `model`."""
-    running = Keeper(model, **options)
+    running = ForkedKeeper(model, **options)
     try:
         running.wait("ready")
         yield running

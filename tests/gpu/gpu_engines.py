@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
+import weight_holders
 from gpu_machine import GPU, REHEARSING, TESTS
 
 from weightkeeper import client
@@ -55,6 +56,11 @@ class Keeper(engines.Keeper):
         if self._prefix:
             self.process.kill()  # `unshare` waits whatever it is told; its child ends with it
         super().close()
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper itself, as seen from here."""
+        return weight_holders.children(self.process.pid)[0] if self._prefix else self.process.pid
 
     @property
     def device(self) -> str:

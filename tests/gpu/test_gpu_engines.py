@@ -69,7 +69,7 @@ class Loaded:
         self.keeper = Keeper(model)
         try:
             self.held = self.keeper.wait("ready").held
-            wait_for(lambda: not weight_holders.children(self.keeper.process.pid), "the loader's end", 60)
+            wait_for(lambda: not weight_holders.children(self.keeper.pid), "the loader's end", 60)
         except BaseException:
             self.keeper.close()
             raise
@@ -120,7 +120,17 @@ class Fleet:
         return self._keepers[name]
 
     def raw(self, name: str) -> Any:
+        """Without waiting."""
         return self._keepers[name]
+
+    def settle(self) -> None:
+        """Nothing loads any more, so that what is in use on the GPU stays as it is."""
+        for keeper in self._keepers.values():
+            if isinstance(keeper, Keeper):
+                keeper.settle()
+                wait_for(lambda keeper=keeper: not weight_holders.children(keeper.pid), "the loader's end", 60)
+            else:
+                keeper.wait(240)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -130,7 +140,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(models, held, tmp_path_factory) -> Iterator[Fleet]:
-    """Keepers for single tests. They start after `held`, whose load is measured alone."""
+    """Keepers for single tests. They start after `held`, whose load is measured alone, and beside the next tests."""
     found = Fleet()
     try:
         found.add("copy", Keeper(models["base"]))
@@ -215,7 +225,7 @@ def test_tokens_and_logprobs_are_those_of_a_disk_load(engine, disk, held, tell):
     tell(f"{int(nbytes) / 1e9:.2f} GB connected, identified, mapped and bound in {milliseconds} ms")
 
 
-def test_tokens_and_logprobs_are_those_of_a_disk_load_with_graphs(gpu, models, held, tell):
+def test_tokens_and_logprobs_are_those_of_a_disk_load_with_graphs(gpu, models, held, fleet):
     """The same under torch.compile and CUDA graphs."""
     graphs = {"enforce_eager": False}
     from_disk, _ = run(models["base"], options=graphs)
@@ -234,15 +244,17 @@ def test_other_weights_give_other_tokens(models, disk):
 # --- the memory budget, G02
 
 
-def test_kv_cache_is_as_large_as_a_disk_load_s(gpu, models, held, disk, tell):
+def test_kv_cache_is_as_large_as_a_disk_load_s(gpu, models, held, fleet, disk, tell):
     """With the user's old utilization: within 2 % of it."""
+    fleet.settle()
     answer, _ = mapped(models["base"], held.keeper, options=planned())
     tell(f"{disk['blocks']} blocks from disk, {answer['blocks']} mapped")
     assert abs(answer["blocks"] - disk["blocks"]) <= 0.02 * disk["blocks"]
 
 
-def test_kv_cache_is_as_large_beside_another_process(gpu, models, held, tell):
+def test_kv_cache_is_as_large_beside_another_process(gpu, models, held, fleet, tell):
     """The second form: somebody else holds 10 GB of the GPU."""
+    fleet.settle()
     code = "import sys, torch; t = torch.ones(10**10, dtype=torch.uint8, device='cuda'); print('held', flush=True); "
     command = [sys.executable, "-c", code + "sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour:
@@ -287,7 +299,8 @@ def test_verify_finds_the_weights_as_they_were_loaded(held):
 class Flat:
     """What a keeper and the GPU have in use, to be compared later."""
 
-    def __init__(self, keeper: Keeper):
+    def __init__(self, keeper: Keeper, fleet: Fleet):
+        fleet.settle()
         self._keeper = keeper
         self._descriptors = settled_descriptors(keeper.process.pid)
         self._own = weight_holders.resident_bytes(keeper.process.pid)
@@ -306,11 +319,11 @@ class Flat:
         return f"keeper {grown / 1024:+.0f} KiB, {descriptors_of(pid)} descriptors, GPU {on_gpu:+.1f} MiB"
 
 
-def test_fifty_clients_leave_nothing_behind(held, engine, disk, tmp_path, tell):
+def test_fifty_clients_leave_nothing_behind(held, fleet, engine, disk, tmp_path, tell):
     """They end by themselves, or are killed when they have asked, been granted, or mapped."""
     file = tmp_path / "fingerprint.json"
     file.write_text(json.dumps(engine.first["fingerprint"]))
-    flat = Flat(held.keeper)
+    flat = Flat(held.keeper, fleet)
 
     def cycle(number: int) -> None:
         step = ("end", "asked", "granted", "mapped")[number % 4]
@@ -329,9 +342,9 @@ def test_fifty_clients_leave_nothing_behind(held, engine, disk, tmp_path, tell):
     assert engine.again()["tokens"] == disk["tokens"]
 
 
-def test_engines_come_and_go_and_leave_nothing_behind(models, held, engine, disk, tell):
+def test_engines_come_and_go_and_leave_nothing_behind(models, held, fleet, engine, disk, tell):
     """One ends by itself, one is killed on the mapping, one is killed while it maps; then the next is right."""
-    flat = Flat(held.keeper)
+    flat = Flat(held.keeper, fleet)
     answer, _ = mapped(models["base"], held.keeper)
     assert answer["tokens"] == disk["tokens"]
     for request, line in (({"hold": True}, "RESULT "), ({"stall": True}, "STALLED")):
@@ -348,8 +361,9 @@ def test_engines_come_and_go_and_leave_nothing_behind(models, held, engine, disk
 # --- a loader that dies
 
 
-def test_a_loader_killed_at_any_stage_leaves_nothing_half_published(models, tmp_path, tell):
+def test_a_loader_killed_at_any_stage_leaves_nothing_half_published(models, fleet, tmp_path, tell):
     """No engine socket, no memory; the cause in the status; and the next load succeeds."""
+    fleet.settle()
     before = used()
     loader = f"{sys.executable} {Path(__file__).with_name('killed_loader.py')}"
     keepers = {}
@@ -520,8 +534,8 @@ def test_both_sides_in_their_own_namespaces(strangers, fleet, disk):
     stranger = strangers["isolated"].result()
     assert stranger.answer["tokens"] == disk["tokens"]
     assert (stranger.answer["pid"], stranger.keeper_pid) == (1, 1)
-    (inside,) = weight_holders.children(fleet["isolated"].process.pid)
-    theirs = {name: str(Path(f"/proc/{inside}/ns/{name}").readlink()) for name in stranger.answer["namespaces"]}
+    keeper = fleet["isolated"].pid
+    theirs = {name: str(Path(f"/proc/{keeper}/ns/{name}").readlink()) for name in stranger.answer["namespaces"]}
     here = {name: str(Path(f"/proc/self/ns/{name}").readlink()) for name in theirs}
     for name, value in stranger.answer["namespaces"].items():
         assert len({value, theirs[name], here[name]}) == 3, name

@@ -305,7 +305,9 @@ def test_the_doctor_sees_that_no_gpu_is_visible(visible, monkeypatch):
 @contextmanager
 def holding(directory: Path, **plan):
     """A keeper that holds the model of `digesting_loader` on the first GPU."""
-    one = KeeperProcess(directory, cuda=True, **plan).start(loader=LOADER)
+    short = Path(tempfile.mkdtemp(prefix="wk", dir="/tmp"))  # a GPU's UUID has to fit into a socket's path
+    (directory / "kept").symlink_to(short)
+    one = KeeperProcess(short, cuda=True, **plan).start(loader=LOADER)
     try:
         wait_for(lambda: (now := one.status()) and now.state == "ready", "weights on the GPU", seconds=120)
         yield one

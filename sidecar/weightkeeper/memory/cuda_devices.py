@@ -46,7 +46,7 @@ def devices() -> list[Device]:
             Device(
                 ordinal=ordinal,
                 uuid=gpu_uuid(call(api, "cuDeviceGetUuid", device).bytes),
-                name=bytes(call(api, "cuDeviceGetName", _NAME_BYTES, device)).rstrip(b"\0").decode(errors="replace"),
+                name=bytes(call(api, "cuDeviceGetName", _NAME_BYTES, device)).split(b"\0")[0].decode(errors="replace"),
                 nbytes=int(call(api, "cuDeviceTotalMem", device)),
                 compute_mode=mode.name.removeprefix("CU_COMPUTEMODE_").lower().replace("_", " "),
                 exports_descriptors=bool(_attribute(api, exports, device)),
