@@ -280,8 +280,10 @@ HARMLESS_VARIABLES = frozenset(
         # the KV cache and the threads of the CPU, and sampling: behind the weights
         "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND",
         "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_DISABLE_COMPILE_CACHE", "VLLM_USE_MEGA_AOT_ARTIFACT",
-        # what vLLM sets by itself in a worker, to name its own rendezvous files
-        "VLLM_DIST_IDENT",
+        # what vLLM sets by itself in some of its processes: names of rendezvous files, threads, streams, reductions
+        "VLLM_DIST_IDENT", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_CUSTOM_ALLREDUCE_ALGO", "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+        "VLLM_USE_AOT_COMPILE", "VLLM_USE_BREAKABLE_CUDAGRAPH",
     }
 )  # fmt: skip
 """vLLM's variables that cannot change a weight. Every other one that is set is part of the fingerprint."""

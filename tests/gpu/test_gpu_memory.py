@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
 from contextlib import contextmanager
 from pathlib import Path
