@@ -23,7 +23,7 @@ LAYERS = [
     {"keeper"},
     {"slots", "tensors", "digest", "vllm_api", "guard"},
     {"capture", "restore", "mapping", "adapt", "budget", "verify", "doctor"},
-    {"packed"},
+    {"packed", "conditions"},
     {"publisher"},
     {"rank_loader", "mapped_loader"},
     {"ranks"},

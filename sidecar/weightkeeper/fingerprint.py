@@ -26,7 +26,7 @@ def compose(digests: Mapping[str, str], conditions: Mapping[str, str]) -> dict[s
 
     Args:
         digests: file name inside the checkpoint → BLAKE3 of its content, in hex.
-        conditions: every other field, as `vllm_api.conditions` gives them.
+        conditions: every other field, as `conditions.conditions_of` gives them.
     """
     return {CONTENT + name: digest for name, digest in sorted(digests.items())} | dict(conditions)
 

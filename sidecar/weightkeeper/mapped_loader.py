@@ -11,6 +11,7 @@ from torch import nn
 from weightkeeper import budget, client, fingerprint, publisher, room, vllm_api
 from weightkeeper.adapt import adapt
 from weightkeeper.checkpoint import open_checkpoint
+from weightkeeper.conditions import conditions_of
 from weightkeeper.errors import (
     BuildFailedError,
     CacheUnusableError,
@@ -83,7 +84,7 @@ class MappedLoader(BaseModelLoader):
     def _map(self, vllm_config: VllmConfig, model_config: ModelConfig, phases: Phases) -> Mapping:
         check_supported(vllm_config, self.options)
         rank = vllm_api.model_rank()
-        conditions = vllm_api.conditions(vllm_config, model_config, rank, self.options.disk_load_format)
+        conditions = conditions_of(vllm_config, model_config, rank, self.options.disk_load_format)
         session = client.open_session(
             self.options.socket_dir,
             vllm_api.device_name(rank),

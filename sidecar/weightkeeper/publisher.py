@@ -10,6 +10,7 @@ from torch import nn
 from weightkeeper import client, fingerprint, identity, verified, vllm_api
 from weightkeeper.checkpoint import Checkpoint, open_checkpoint
 from weightkeeper.client import Session
+from weightkeeper.conditions import conditions_of
 from weightkeeper.errors import (
     KeeperFailedError,
     MismatchError,
@@ -70,7 +71,7 @@ def load_and_publish(
         WeightkeeperError: the files, the layers or the memory are refused; there is no model then.
     """
     rank = vllm_api.model_rank()
-    conditions = vllm_api.conditions(vllm_config, model_config, rank, options.disk_load_format)
+    conditions = conditions_of(vllm_config, model_config, rank, options.disk_load_format)
     checkpoint = open_checkpoint(vllm_api.checkpoint_path(model_config))
     receipts = _Receipts(checkpoint)
     progress = lambda stage, done, total: None  # noqa: E731  an engine's own log tells it

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from weightkeeper import fingerprint, verified, vllm_api
 from weightkeeper.checkpoint import Checkpoint
+from weightkeeper.conditions import conditions_of
 from weightkeeper.errors import ConfigError
 from weightkeeper.options import Options
 from weightkeeper.packed import Progress, load_packed
@@ -56,7 +57,7 @@ class RankLoader:
         model_config = self._config.model_config
         if not self._on_cpu:
             vllm_api.prepare_device(rank, vllm_api.load_device(self._config, self._config.load_config))
-        conditions = vllm_api.conditions(self._config, model_config, rank, self._options.disk_load_format)
+        conditions = conditions_of(self._config, model_config, rank, self._options.disk_load_format)
         with vllm_api.process_group(self._config, rank, f"file://{self._scratch}/ranks"):
             packed = load_packed(
                 self._config, model_config, self._options, self._checkpoint, lambda: self._receipts, progress
