@@ -93,13 +93,13 @@ def test_a_command_without_a_config_file_has_none(command):
 
 
 MOUNTS = {
-    "working_dir": "/work",
+    "working_dir": "/srv",
     "tmpfs": ["/scratch:size=1m"],
     "volumes": [
         {"type": "bind", "source": "/host/config", "target": "/config"},
         {"type": "bind", "source": "/host/inner", "target": "/config/inner/"},
         {"type": "bind", "source": "/host/one.yaml", "target": "/one.yaml"},
-        {"type": "bind", "source": "/host/work", "target": "/work"},
+        {"type": "bind", "source": "/host/srv", "target": "/srv"},
         {"type": "volume", "source": "data", "target": "/data"},
     ],
     "configs": [{"source": "named"}, {"source": "named", "target": "/etc/named.yaml"}, {"source": "inline"}],
@@ -113,7 +113,7 @@ SECTIONS = {"configs": {"named": {"file": "/host/named.yaml"}, "inline": {"conte
         ("/config/engine.yaml", "/host/config/engine.yaml", False),
         ("/config/a/../b/engine.yaml", "/host/config/b/engine.yaml", False),
         ("/config/inner/engine.yaml", "/host/inner/engine.yaml", False),
-        ("engine.yaml", "/host/work/engine.yaml", False),
+        ("engine.yaml", "/host/srv/engine.yaml", False),
         ("/one.yaml", "/host/one.yaml", True),
         ("/named", "/host/named.yaml", True),
         ("/etc/named.yaml", "/host/named.yaml", True),
