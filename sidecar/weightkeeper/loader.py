@@ -201,6 +201,7 @@ class _Hashing(threading.Thread):
             self._receipts += identity.take(
                 self._checkpoint, lambda _, done, total: self._progress("hashing the files", done, total)
             )
+            self._progress("starting vLLM", 0, 0)
         except BaseException as error:
             self._error = error
 
