@@ -23,7 +23,23 @@ class Program(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return importlib.import_module(f"weightkeeper.commands.{cmd_name}").command
+        try:
+            return importlib.import_module(f"weightkeeper.commands.{cmd_name}").command
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("weightkeeper"):
+                raise
+            return _missing(cmd_name, str(error.name))
+
+
+def _missing(name: str, package: str) -> click.Command:
+    """Stands in for a command that needs a package which this image leaves out."""
+    reason = f"needs the Python package {package}, which is not here; run it in the supervisor's container"
+
+    def refuse() -> None:
+        raise ConfigError(f"weightkeeper {name} {reason}")
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(name, callback=refuse, short_help=f"({reason})", help=reason, context_settings=settings)
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})

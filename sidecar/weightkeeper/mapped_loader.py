@@ -100,7 +100,8 @@ class MappedLoader(BaseModelLoader):
             checkpoint = open_checkpoint(vllm_api.checkpoint_path(model_config))
             content = digests(checkpoint, session.receipts())
             if content.hashed:
-                logger.info("weightkeeper: hashed %s: the keeper's receipts do not cover them", content.hashed)
+                names = ", ".join(content.hashed)
+                logger.info("weightkeeper: hashed %s: the keeper's receipts do not cover them", names)
             fields = fingerprint.compose(content.by_name, conditions)
             phases.end("fingerprint")
             mapping = open_mapping(session, fields, self.options.mode, vllm_api.device_ordinal())
