@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import gc
 import mmap
 import os
 import signal
@@ -192,12 +193,16 @@ def test_two_hundred_cycles_leave_no_descriptor_and_no_mapping(memory):
         region.close()
         region.close()
 
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:weightkeeper")
+
+    gc.collect()  # what other tests of this process have left goes now, not meanwhile
     cycle()
-    descriptors = sorted(os.listdir("/proc/self/fd"))
+    descriptors, before = sorted(os.listdir("/proc/self/fd")), mappings()
     for _ in range(200):
         cycle()
     assert sorted(os.listdir("/proc/self/fd")) == descriptors
-    assert "memfd:weightkeeper" not in Path("/proc/self/maps").read_text()
+    assert mappings() <= before
 
 
 def test_a_mapping_outlives_its_descriptors_and_its_creator(memory):
