@@ -134,7 +134,6 @@ class Job:
     config: str
     settings: options.Options
     checkpoint: Checkpoint
-    values: dict[str, Any]
     scratch: Path
 
 
@@ -153,7 +152,7 @@ def prepare(config: str, scratch: Path, device: str) -> Job:
     settings = options.read(_extra_config(values, config))
     checkpoint = open_checkpoint(engine_config.required(values, "model", config))
     verified.check(verified.method_of(_model_file(checkpoint), values), device)
-    return Job(config, settings, checkpoint, values, scratch)
+    return Job(config, settings, checkpoint, scratch)
 
 
 def load(job: Job, keeper: KeeperChannel) -> None:

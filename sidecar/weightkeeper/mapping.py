@@ -8,7 +8,7 @@ from torch import nn
 
 from weightkeeper import memory
 from weightkeeper.client import Session
-from weightkeeper.errors import MemoryKindError, SlotsError
+from weightkeeper.errors import SlotsError
 from weightkeeper.layout import Layout
 from weightkeeper.tensors import bytes_of
 
@@ -61,6 +61,3 @@ def open_mapping(session: Session, fields: dict[str, str], mode: str, ordinal: i
         region.close()
         raise SlotsError(f"the keeper's layout needs {layout.nbytes} bytes and its memory has {region.nbytes}")
     return Mapping(session, layout, bytes_of(region), (region.address, region.nbytes))
-
-
-__all__ = ["Mapping", "MemoryKindError", "open_mapping"]
