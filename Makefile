@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-VERBS := up down status restart-engine release load test test-gpu bench-map bench-restart clean images model venv lock
+VERBS := up down status restart-engine release load doctor test test-gpu bench-map bench-restart clean images model venv lock
 .PHONY: help $(VERBS)
 
 help:  ## this list
@@ -11,6 +11,7 @@ status:  ## what is held, by whom, and the last restart
 restart-engine:  ## restart the engine alone, and tell where the seconds went
 release:  ## stop the engine and give the weights' memory back
 load:  ## load what engine.yaml names now, and start the engine on it
+doctor:  ## what a container here can do with shared memory, and why not
 test:  ## everything that can run on this machine
 test-gpu:  ## the tests on a GPU, with the vLLM for CUDA that is there; ARGS='-k tokens'
 bench-map:  ## milliseconds to map weights, by their size; ARGS=--cuda on a GPU

@@ -89,6 +89,15 @@ def test_services_run_as_one_unprivileged_user_on_a_read_only_root(project: Proj
     assert project.identity("sidecar")[0] not in labelled
 
 
+def test_doctor_says_from_a_container_of_its_own_that_memory_can_be_shared(project: Project, engine, sidecar):
+    """Tried in the sidecar's image, user and mounts; nothing of it stays."""
+    report = json.loads(project.script("doctor", "--json"))
+    assert (report["works"], report["needed"]) == (True, "host")
+    assert report["facts"]["container"] == "docker"
+    assert report["facts"]["uid"] == int(project.compose("exec", "-T", "sidecar", "id", "-u"))
+    assert len(project.compose("ps", "-a", "-q").split()) == 3
+
+
 def test_up_again_changes_nothing(project: Project, engine, sidecar):
     """`make up` on a running project replaces and restarts nothing, and .env stays as it is."""
     settings = (project.directory / ".env").stat()
