@@ -275,3 +275,39 @@ class UnsupportedError(CacheUnusableError):
     """The engine's options cannot be combined with mapped weights (sleep mode, EPLB)."""
 
     code = "unsupported"
+
+
+class TemplateError(WeightkeeperError):
+    """The process that servers are forked from is lost, or did not do what it was asked."""
+
+    code = "template"
+
+
+class EngineLostError(WeightkeeperError):
+    """No launcher answers on an engine's control socket."""
+
+    code = "engine_lost"
+
+
+class AnswerCutError(WeightkeeperError):
+    """A model server's answer ended before it was whole, so it is no result."""
+
+    code = "answer_cut"
+
+
+class NoAnswerError(WeightkeeperError):
+    """A request to a model server failed: nobody there, out of time, or an error of the server's own."""
+
+    code = "no_answer"
+
+
+class LedgerError(WeightkeeperError):
+    """An idempotency key was used before for another effect."""
+
+    code = "ledger"
+
+
+class ServerStartError(WeightkeeperError):
+    """A server or keeper that is being measured ended, or was not ready in time; the message has the end of its log."""
+
+    code = "server_start"

@@ -1,0 +1,75 @@
+"""Starts and ends of one engine's servers as JSON lines, `engine-NAME.jsonl` in the state directory."""
+
+import logging
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from weightkeeper.errors import ConfigError
+
+MAX_BYTES = 1024 * 1024
+"""Some 3,000 records; then the older half goes."""
+
+logger = logging.getLogger(__name__)
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that happened.
+
+    Attributes:
+        time: ISO 8601 in UTC.
+        event: `ready`, `ended`, `refused` or `broken`.
+        cause: of the start, of the end, or of the refusal.
+        phases: name → seconds, of `ready`; they add up to `seconds`.
+    """
+
+    time: str
+    event: str
+    generation: int
+    pid: int
+    cause: str
+    code: int | None = None
+    signal: int | None = None
+    seconds: float = 0.0
+    phases: dict[str, float] = {}
+
+
+class EngineHistory:
+    """The file, or nothing where there is no state directory. This launcher alone writes it.
+
+    Raises:
+        ConfigError: the directory cannot be made or written.
+    """
+
+    def __init__(self, state_dir: Path | None, name: str):
+        self._path = state_dir / f"engine-{name}.jsonl" if state_dir is not None else None
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{self._path}: {error.strerror}; give another with --state-dir") from error
+
+    def append(self, event: str, generation: int, pid: int, cause: str, **more: object) -> None:
+        """Add a record. A full disk is said and stops nothing."""
+        if self._path is None:
+            return
+        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = msgspec.json.encode(Record(time, event, generation, pid, cause, **more)) + b"\n"  # type: ignore[arg-type]
+        try:
+            self._shorten(len(line))
+            with self._path.open("ab") as stream:
+                stream.write(line)
+        except OSError as error:
+            logger.warning("history: %s: %s", self._path, error.strerror)
+
+    def _shorten(self, more: int) -> None:
+        if self._path is None or self._path.stat().st_size + more <= MAX_BYTES:
+            return
+        newer = self._path.read_bytes()[-(MAX_BYTES // 2) :]
+        temporary = self._path.with_suffix(".new")
+        temporary.write_bytes(newer[newer.find(b"\n") + 1 :])
+        temporary.replace(self._path)

@@ -1,0 +1,208 @@
+"""The process that servers are forked from. It has their imports, one thread, no CUDA, and no event loop.
+
+    python -m weightkeeper.launcher.template --application MODULE --launcher PID --channel FD -- ARGUMENTS
+
+It warms, says so, and then answers one request after the other; each is a JSON object in a packet of its own:
+
+    ready      ← {"ready": true, "seconds": 17.2, "threads": 1} | {"unusable": "reason"}
+    check      → {"op": "check", "arguments": […], "environment": {…}}
+               ← {"ok": true} | {"error": "as the user should see it"}
+    fork       → {"op": "fork", "arguments": […], "environment": {…}, "directory": "…"}
+                 and three descriptors: of the listening socket, of a socket for marks, and of a pipe; the server
+                 goes on when a byte comes on the pipe, and ends where none does, because nobody knows of it then
+               ← {"pid": 123} | {"unusable": "reason"}
+
+Launchers that do not fork run this module too: with `--serve` it is the server, with `--check` the check, and then it
+has the inherited environment.
+"""
+
+import argparse
+import array
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from weightkeeper import phases
+from weightkeeper.launcher import holders
+from weightkeeper.launcher.checking import check
+from weightkeeper.launcher.child import await_go, await_parent, become, end_with, has_lost
+from weightkeeper.launcher.processes import die_with_parent
+from weightkeeper.launcher.warming import unfit, warm
+
+MAX_MESSAGE_BYTES = 1024 * 1024
+
+CHECK_SECONDS = 60
+"""After which a check that is not through is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a forked child is to run."""
+
+    arguments: list[str]
+    listener: int
+
+
+class Template:
+    """The dialogue with the launcher, from warm to the end of the channel."""
+
+    def __init__(self, application: ModuleType, channel: socket.socket, launcher: int):
+        self._application = application
+        self._channel = channel
+        self._launcher = launcher
+        self._inodes: list[int] = []
+
+    def answer(self) -> Server | None:
+        """Answer requests. Returns what to run in a forked child, and None in the template itself, at the end."""
+        while True:
+            request, descriptors = self._receive()
+            if request is None:
+                if has_lost(self._launcher):  # by SIGKILL, perhaps: what descends from its last server goes, too
+                    holders.kill(self._inodes)
+                return None
+            if request["op"] == "check":
+                self._say(self._check(request))
+            elif (reason := unfit()) is not None:
+                self._say({"unusable": reason})
+            else:
+                self._inodes = [os.fstat(each).st_ino for each in descriptors[:2]]
+                if (server := self._fork(request, descriptors)) is not None:
+                    return server
+            for each in descriptors:
+                os.close(each)
+
+    def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
+        space = socket.CMSG_SPACE(3 * array.array("i").itemsize)
+        try:
+            data, ancillary, _, _ = self._channel.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError:
+            data, ancillary = b"", []
+        found = array.array("i")
+        for _, _, content in ancillary:
+            found.frombytes(content)
+        return json.loads(data) if data else None, found.tolist()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError):  # the next read sees the end
+            self._channel.send(json.dumps(message).encode())
+
+    def _check(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Check in a child, which may import, set and break what it likes."""
+        reading, writing = os.pipe()
+        child = _fork()
+        if child == 0:
+            os.close(reading)
+            self._channel.close()
+            die_with_parent(signal.SIGKILL)
+            signal.alarm(CHECK_SECONDS)
+            become(request["environment"])
+            _write(writing, json.dumps(check(self._application, request["arguments"])).encode())
+            os._exit(0)
+        os.close(writing)
+        answer = _read(reading)
+        _, status = os.waitpid(child, 0)
+        if answer:
+            return json.loads(answer)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            return {"error": f"the check of the arguments did not end within {CHECK_SECONDS} s"}
+        return {"error": f"the check of the arguments broke off (wait status {status}); see the log above"}
+
+    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> Server | None:
+        """Fork by way of a child that ends at once, so that the launcher becomes the parent."""
+        reading, writing = os.pipe()
+        try:
+            between = _fork()
+        except OSError as error:
+            os.close(reading)
+            os.close(writing)
+            self._say({"error": f"the server cannot be forked: {error.strerror}"})
+            return None
+        if between == 0:
+            try:
+                server = _fork()
+            except OSError:
+                os._exit(1)
+            if server:
+                os.write(writing, str(server).encode())
+                os._exit(0)
+            os.close(reading)
+            os.close(writing)
+            self._channel.close()
+            listener, marks, go = descriptors
+            await_go(go)
+            await_parent(self._launcher)
+            become(request["environment"] | {phases.CHANNEL: str(marks), "TMPDIR": request["directory"]})
+            phases.mark("server", "fork")
+            return Server(request["arguments"], listener)
+        os.close(writing)
+        answer = _read(reading)
+        os.waitpid(between, 0)
+        self._say({"pid": int(answer)} if answer else {"error": "the server cannot be forked: no room for a process"})
+        return None
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.fork()
+
+
+def _read(descriptor: int) -> bytes:
+    """Everything until the other end is closed, which is ours to close here."""
+    with open(descriptor, "rb") as stream:
+        return stream.read()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    with open(descriptor, "wb") as stream:
+        stream.write(data)
+
+
+def main() -> None:
+    """Be a template, a server or a check, as the options say."""
+    options = _options()
+    end_with(options.launcher)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.check is not None:
+        answer = check(importlib.import_module(options.application), options.arguments)
+        _write(options.check, json.dumps(answer).encode())
+        return
+    if options.serve is not None:
+        application: ModuleType | None = importlib.import_module(options.application)
+        server: Server | None = Server(options.arguments, options.serve)
+        phases.mark("server", "imports")
+    else:
+        application, message = warm(options.application, options.arguments)
+        channel = socket.socket(fileno=options.channel)
+        with contextlib.suppress(ConnectionError):
+            channel.send(json.dumps(message).encode())
+        if application is None:
+            return
+        # From here on the end of the channel tells of the launcher's, and leaves time to clear up behind it.
+        die_with_parent(0)
+        server = Template(application, channel, options.launcher).answer()
+    if server is not None and application is not None:
+        application.serve(server.arguments, socket.socket(fileno=server.listener))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="weightkeeper.launcher.template")
+    parser.add_argument("--application", required=True)
+    parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("--channel", type=int)
+    parser.add_argument("--serve", type=int)
+    parser.add_argument("--check", type=int)
+    parser.add_argument("arguments", nargs="*")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

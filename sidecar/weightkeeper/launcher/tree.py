@@ -1,0 +1,158 @@
+"""Everything that descends from one server: found, watched, and ended before the next one starts."""
+
+import contextlib
+import logging
+import math
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+
+import anyio
+
+from weightkeeper.launcher import processes
+from weightkeeper.launcher.processes import Process
+from weightkeeper.launcher.reaping import Exit, Reaper
+
+LOOK_SECONDS = 0.5
+"""Between two looks for new processes. The end of a known one is seen at once."""
+
+ESTABLISHED_SECONDS = 1.0
+"""A fork of the server that was seen for so long is one of its parts, and no helper on its way to another program."""
+
+TRACKER_SECONDS = 3.0
+"""For Python's resource trackers, which remove the shared memory that the dead left; they end by themselves."""
+
+SAY_SECONDS = 10.0
+END_SECONDS = 60.0
+"""After which what cannot be killed is left behind; a process in the GPU driver can take long."""
+
+_TRACKER = b"multiprocessing.resource_tracker"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Member:
+    process: Process
+    pidfd: int
+    forked_since: float = math.inf
+    seen_at: float = 0.0
+
+
+class Tree:
+    """The processes of the server `pid`, also those that outlive it.
+
+    A process belongs to it that was seen below it, or below one that was, or that has its session.
+    """
+
+    def __init__(self, pid: int, reaper: Reaper):
+        self._server = pid
+        self._stack = 0
+        self._reaper = reaper
+        self._members: dict[tuple[int, int], _Member] = {}
+        self._by_pidfd: dict[int, _Member] = {}
+        self._marked: set[int] = set()
+        self._ends = select.epoll()
+        self.look()
+
+    @property
+    def names(self) -> dict[int, str]:
+        """pid → name, of those that live."""
+        return {each.pid: each.name for each in self.look()}
+
+    def mark(self, pid: int) -> None:
+        """Its processes announced themselves: the server does not work without this one."""
+        if pid not in self._marked and pid != self._server:
+            self._marked.add(pid)
+            self.look()  # it may not live until the next one
+
+    def look(self) -> list[Process]:
+        """Find new members; those that live."""
+        table = processes.table()
+        known = {key[0] for key in self._members if key[0] in table and table[key[0]].key == key}
+        session = {each.pid for each in table.values() if each.session == self._server}
+        found = processes.with_descendants(known | session | {self._server}, table)
+        for each in found:
+            member = self._members.get(each.key) or self._admit(each)
+            if member is not None:
+                self._see(member, each)
+        return [each for each in found if each.is_alive]
+
+    async def death(self) -> tuple[Process, Exit | None]:
+        """Wait for the end of a process without which the server cannot work.
+
+        How it ended is seen only as long as its parent has not reaped it; None after that.
+        """
+        while True:
+            with anyio.move_on_after(LOOK_SECONDS):
+                await anyio.wait_readable(self._ends)
+            for number, _ in self._ends.poll(0):
+                member = self._by_pidfd[number]
+                after = processes.process(member.process.pid)
+                self._forget(number)
+                how = None if after is None or after.key != member.process.key else Exit.of(after.code)
+                if self._is_loss(member, how):
+                    return member.process, how
+            self.look()
+
+    async def end(self) -> None:
+        """Kill what lives and wait until nothing does. What cannot be killed in time is named in the log."""
+        began = said = time.monotonic()
+        while members := self.look():
+            now = time.monotonic()
+            for each in members:
+                if now - began > TRACKER_SECONDS or _TRACKER not in processes.command_line(each.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(each.pid, signal.SIGKILL)
+            names = ", ".join(f"{each} in state {each.state}" for each in members)
+            if now - began > END_SECONDS:
+                logger.error("left behind after %.0f s: %s; it may hold memory that is missing now", END_SECONDS, names)
+                break
+            if now - said > SAY_SECONDS:
+                said = now
+                logger.warning("waiting for the end of %s", names)
+            await anyio.sleep(0.005 if now - began < 0.5 else 0.05)
+            self._reaper.reap()
+
+    def close(self) -> None:
+        """Let go of it. Where `end` was not reached, by a fault of ours, what lives is killed and not waited for."""
+        for each in self.look():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
+        for number in list(self._by_pidfd):
+            self._forget(number)
+        self._ends.close()
+
+    def _admit(self, process: Process) -> _Member | None:
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            return None  # it has ended since
+        member = self._members[process.key] = _Member(process, pidfd)
+        self._by_pidfd[pidfd] = member
+        self._ends.register(pidfd, select.EPOLLIN)
+        return member
+
+    def _see(self, member: _Member, process: Process) -> None:
+        if process.pid == self._server and process.stack:
+            self._stack = process.stack
+        member.process = process if process.is_alive else member.process
+        now = time.monotonic()
+        if process.is_alive:  # a zombie has no stack, and whom we may not look into shows none
+            is_fork = 0 != process.stack == self._stack and process.pid != self._server
+            member.forked_since = min(member.forked_since, now) if is_fork else math.inf
+            member.seen_at = now
+
+    def _is_loss(self, member: _Member, how: Exit | None) -> bool:
+        """The server's own end is seen elsewhere; one with exit code 0 was meant."""
+        if member.process.pid == self._server or how == Exit(code=0):
+            return False
+        return member.process.pid in self._marked or member.seen_at - member.forked_since >= ESTABLISHED_SECONDS
+
+    def _forget(self, pidfd: int) -> None:
+        member = self._by_pidfd.pop(pidfd)
+        self._members.pop(member.process.key, None)
+        self._ends.unregister(pidfd)
+        os.close(pidfd)

@@ -1,0 +1,67 @@
+"""The imports of a server, and whether a process that has them can be forked."""
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SINGLE_THREADED = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+)
+"""Variables that keep libraries from starting threads as they are imported. A server gets the user's own again."""
+
+ALLOWED_THREADS = "WEIGHTKEEPER_ALLOW_THREADS"
+"""Variable with names, between commas, of native threads that may be lost at a fork: idle ones that hold no lock. A
+thread of Python's own is never allowed."""
+
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+
+
+def warm(application: str, arguments: list[str]) -> tuple[ModuleType | None, dict[str, Any]]:
+    """Import everything; the application, and what to say to the launcher."""
+    began = time.monotonic()
+    try:
+        module = importlib.import_module(application)
+        module.warm(arguments)
+    except (Exception, SystemExit) as error:
+        logging.getLogger(__name__).warning("the imports of the server broke", exc_info=True)
+        return None, {"unusable": f"{type(error).__name__}: {error}"}
+    if (reason := unfit()) is not None:
+        return None, {"unusable": reason}
+    return module, {"ready": True, "seconds": time.monotonic() - began, "threads": 1}
+
+
+def unfit() -> str | None:
+    """Why nothing may be forked from this process; None where it may."""
+    if others := _others():
+        names = ", ".join(others)
+        return f"the imports left {len(others) + 1} threads running, and a fork keeps only one (besides it: {names})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "the imports initialized CUDA, which no fork survives"
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_CUDA_DEVICE):
+                return f"the imports opened {_CUDA_DEVICE}, so that CUDA is initialized, which no fork survives"
+    return None
+
+
+def _others() -> list[str]:
+    """Names of the threads besides the first that no fork may lose."""
+    python = {thread.native_id: f"{thread.name} of Python" for thread in threading.enumerate()}
+    allowed = {name.strip() for name in os.environ.get(ALLOWED_THREADS, "").split(",")}
+    found = []
+    for task in sorted(map(int, os.listdir("/proc/self/task"))):
+        if task == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it has ended
+            name = python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            if name not in allowed:
+                found.append(name)
+    return found

@@ -1,0 +1,700 @@
+"""The launcher as a process: starts, reloads, crashes, ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import sleep
+
+import pytest
+from keepers import descriptors_of, wait_for
+from launchers import LauncherProcess, age, assert_nothing_left, free_port, has_ended, is_gone, launcher
+
+from weightkeeper.errors import ConfigError
+from weightkeeper.launcher import client, processes
+
+
+def test_a_server_is_forked_from_the_template_and_is_the_launchers_child():
+    """With its imports, in a session of its own, with a temporary directory of its own and the user's environment."""
+    with launcher() as engine:
+        facts = engine.ready()
+        status = engine.status()
+        assert facts["parent"] == engine.process.pid
+        assert facts["warmed"] == [str(status.template)]
+        assert status.prefork and status.threads == 1 and status.model == "m"
+        assert processes.process(facts["pid"]).session == facts["pid"]
+        assert set(status.processes) == {facts["pid"], facts["core"], facts["worker"]}
+        assert Path(facts["environment"]["TMPDIR"]).parent.parent == engine.temporary
+        assert "OMP_NUM_THREADS" not in facts["environment"]
+
+
+def test_the_servers_threads_and_signals_are_the_users_own(monkeypatch):
+    """The template's single thread is its own affair, and no signal stays ignored or blocked."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with launcher() as engine:
+        facts = engine.ready()
+        assert facts["environment"]["OMP_NUM_THREADS"] == "7"
+        template = Path(f"/proc/{engine.status().template}/environ").read_bytes()
+        assert b"OMP_NUM_THREADS=1" in template.split(b"\0")
+        lines = Path(f"/proc/{facts['core']}/status").read_text().splitlines()
+        masks = dict(line.split(":\t") for line in lines if line.startswith("Sig"))
+        assert int(masks["SigBlk"], 16) == 0
+        assert int(masks["SigIgn"], 16) == 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1  # as Python starts
+
+
+def test_a_reload_replaces_the_server_and_not_the_template():
+    """SIGHUP reads the config file again; the new server has it, and the old one is gone with all of its processes."""
+    with launcher(answer="one") as engine:
+        before, template = engine.ready(), engine.status().template
+        engine.edit(answer="two")
+        engine.send(signal.SIGHUP)
+        after = engine.ready(2)
+        assert (before["answer"], after["answer"]) == ("one", "two")
+        assert after["warmed"] == before["warmed"] == [str(template)]
+        assert is_gone(before["pid"], before["core"], before["worker"])()
+        status = engine.status()
+        assert status.restarts == {"reload": 1}
+        assert (status.last_exit.cause, status.last_exit.code) == ("reload: SIGHUP", 0)
+        assert status.last_exit.was_asked and status.last_exit.pid == before["pid"]
+
+
+def test_the_phases_of_a_start_add_up():
+    """To the seconds of the start, in status, log and history; those of a reload begin with the old server's stop."""
+    with launcher() as engine:
+        engine.ready()
+        engine.send(signal.SIGHUP)
+        engine.ready(2)
+        status = engine.status()
+        assert list(status.phases) == ["stop", "fork", "engine core", "server", "first health"]
+        assert sum(status.phases.values()) == pytest.approx(status.start_seconds, abs=1e-6)
+        started, ended, again = engine.history()
+        assert (started["event"], started["cause"], started["generation"]) == ("ready", "start", 1)
+        assert (ended["event"], ended["cause"], ended["code"]) == ("ended", "reload: SIGHUP", 0)
+        assert again["phases"] == pytest.approx(status.phases)
+        assert f"generation 2: ready after {status.start_seconds:.2f} s: stop " in engine.text()
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ({"refuse": "max_model_len is too much"}, "max_model_len is too much"),
+        ({"break": True}, "the check of the arguments broke off (wait status 11)"),
+        ({"port": "many"}, "--port many: expected a number from 0 to 65535"),
+        ({"shutdown-timeout": "long"}, "--shutdown-timeout long: expected seconds"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_a_refused_reload_leaves_the_server_serving(edit, reason):
+    """The reason is in the log, in the status and in the history, until a reload passes."""
+    with launcher(answer="good") as engine:
+        before = engine.ready()
+        engine.edit(answer="bad", **edit)
+        engine.send(signal.SIGHUP)
+        engine.wait_for_text(f"reload refused, the server goes on as it is: {reason}")
+        assert reason in engine.status().refusal
+        assert engine.facts() == before
+        engine.edit(answer="better")
+        engine.send(signal.SIGHUP)
+        assert engine.ready(2)["answer"] == "better"
+        assert engine.status().refusal == ""
+        assert [each["event"] for each in engine.history()] == ["ready", "refused", "ended", "ready"]
+
+
+@pytest.mark.parametrize("content", ["model: [", "", "- a\n", "model: m\nmodel: n\n", None])
+def test_a_config_file_that_cannot_be_read_leaves_the_server_serving(content):
+    """Broken, empty, no mapping, ambiguous, gone."""
+    with launcher() as engine:
+        before = engine.ready()
+        engine.config.unlink() if content is None else engine.config.write_text(content)
+        with pytest.raises(ConfigError, match=str(engine.config)):
+            client.reload(engine.socket_dir, "e")
+        assert engine.facts() == before
+
+
+def test_a_crash_restarts_what_was_checked():
+    """An edit takes effect at a reload only, where it is checked."""
+    with launcher(answer="checked") as engine:
+        facts = engine.ready()
+        engine.edit(answer="not checked", crash=3)
+        os.kill(facts["pid"], signal.SIGKILL)
+        assert engine.ready(2)["answer"] == "checked"
+
+
+@pytest.mark.parametrize("victim", ["pid", "core", "worker"])
+def test_a_killed_process_brings_a_new_server(victim):
+    """Whichever of the tree it is; nothing of the old tree is left, and the cause names it."""
+    with launcher() as engine:
+        facts = engine.ready()
+        wait_for(lambda: age(facts["worker"]) > 2.2, "a worker that is known to belong to the server")
+        os.kill(facts[victim], signal.SIGKILL)
+        after = engine.ready(2)
+        assert is_gone(facts["pid"], facts["core"], facts["worker"])()
+        assert after["warmed"] == facts["warmed"]
+        status = engine.status()
+        assert status.restarts == {"crash": 1}
+        assert status.last_exit.signal == signal.SIGKILL and not status.last_exit.was_asked
+        if victim == "pid":
+            assert status.last_exit.cause == "crash: signal 9 (SIGKILL)"
+        else:
+            assert status.last_exit.cause.startswith(f"crash: pid {facts[victim]} (python")
+
+
+def test_a_helper_that_ends_is_no_crash():
+    """Programs that a server runs come and go, also by a signal, and forks may end with code 0."""
+    with launcher() as engine:
+        facts = engine.ready()
+        program, fork = engine.facts("/program")["child"], engine.facts("/fork")["child"]
+        wait_for(lambda: age(program) > 2.2, "helpers that have been seen")
+        os.kill(program, signal.SIGKILL)
+        os.kill(fork, signal.SIGTERM)
+        wait_for(lambda: has_ended(program) and has_ended(fork), "the end of the helpers")
+        engine.send(signal.SIGHUP)
+        engine.ready(2)
+        assert engine.status().restarts == {"reload": 1}
+        assert engine.history()[0]["pid"] == facts["pid"]
+
+
+def test_a_server_that_no_longer_answers_is_replaced(tmp_path):
+    """After three failures in a row, though it lives."""
+    hang = tmp_path / "hang"
+    with launcher(hang=str(hang)) as engine:
+        facts = engine.ready()
+        hang.touch()
+        wait_for(is_gone(facts["pid"]), "the end of the silent server")
+        hang.unlink()
+        engine.ready(2)
+        assert engine.status().restarts == {"unhealthy": 1}
+        cause = "unhealthy: no answer from /health within 0.3 s, 3 times in a row"
+        assert engine.status().last_exit.cause == cause
+
+
+def test_a_server_that_starts_is_given_its_time(tmp_path):
+    """Health counts from the first answer on, and one waiting connection is all that the launcher makes meanwhile."""
+    hang = tmp_path / "hang"
+    hang.touch()
+    with launcher(slow=1.5, hang=str(hang)) as engine:
+        starting = engine.wait_for_state("starting")
+        wait_for(lambda: age(starting.pid or engine.status().pid) > 1.2, "four intervals of health checks")
+        queued = subprocess.run(["ss", "-Hlt", f"sport = :{engine.port}"], capture_output=True, text=True)
+        if queued.returncode == 0 and queued.stdout:
+            assert int(queued.stdout.split()[1]) <= 1
+        hang.unlink()
+        engine.ready(1)
+        assert engine.status().restarts == {}
+
+
+def test_five_deaths_without_health_break_the_circle_until_somebody_asks():
+    """Clients then get 503 with the cause at once; SIGHUP with a better configuration goes on."""
+    with launcher(crash=3) as engine:
+        status = engine.wait_for_state("broken")
+        assert status.generation == 5 and status.restarts == {"crash": 5}
+        assert status.cause == "exit code 3" and status.last_exit.code == 3
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            engine.facts("/health")
+        assert refused.value.code == 503
+        assert b"the engine is broken: exit code 3" in refused.value.read()
+        assert engine.history()[-1]["event"] == "broken"
+        engine.edit()
+        engine.send(signal.SIGHUP)
+        engine.ready(6)
+
+
+def test_a_restart_by_hand_leaves_the_broken_state(tmp_path):
+    """With the same configuration, once the world around it is better."""
+    trouble = tmp_path / "trouble"
+    trouble.touch()
+    with launcher(crash_while=str(trouble)) as engine:
+        engine.wait_for_state("broken", 5)
+        trouble.unlink()
+        assert client.restart(engine.socket_dir, "e", "disk is back") == "the server is being replaced"
+        engine.ready(6)
+        assert engine.history()[-1]["cause"] == "restart: disk is back"
+
+
+def test_a_restart_by_hand_replaces_a_ready_server():
+    """Without reading the configuration again."""
+    with launcher(answer="one") as engine:
+        before = engine.ready()
+        engine.edit(answer="two")
+        client.restart(engine.socket_dir, "e", "by hand")
+        after = engine.ready(2)
+        assert after["answer"] == "one" and after["pid"] != before["pid"]
+        assert engine.status().last_exit.cause == "restart: by hand"
+
+
+def test_a_burst_of_signals_is_one_reload():
+    """Whoever asks before the reading has begun is answered by it."""
+    with launcher() as engine:
+        engine.ready()
+        for _ in range(50):
+            engine.send(signal.SIGHUP)
+        engine.ready(2)
+        engine.send(signal.SIGHUP)
+        engine.ready(3)
+        assert engine.status().restarts == {"reload": 2}
+
+
+def test_a_reload_while_a_server_starts_replaces_that_server():
+    """The slow one never becomes ready."""
+    with launcher(slow=100) as engine:
+        starting = wait_for(lambda: (now := engine.status()) and now.pid and now, "a server that starts")
+        engine.edit(answer="quick")
+        engine.send(signal.SIGHUP)
+        assert engine.ready(2)["answer"] == "quick"
+        assert is_gone(starting.pid)()
+
+
+def test_a_reload_while_the_template_warms_is_answered_by_the_first_start():
+    """There is nothing to replace yet; what is started is what the file says at the end."""
+    with launcher(variables={"STANDIN_WARM": "1.0"}, answer="old") as engine:
+        engine.wait_for_state("warming")
+        engine.edit(answer="new")
+        engine.send(signal.SIGHUP)
+        assert engine.ready(1)["answer"] == "new"
+        assert engine.status().restarts == {}
+
+
+def test_clients_wait_while_servers_are_replaced():
+    """Over ten reloads every request is answered by some server, and none is refused."""
+    with launcher() as engine:
+        first = engine.ready()
+        stop = threading.Event()
+
+        def ask() -> set[int]:
+            seen = set()
+            while not stop.is_set():
+                seen.add(engine.facts()["pid"])
+            return seen
+
+        with ThreadPoolExecutor(4) as clients:
+            asking = [clients.submit(ask) for _ in range(4)]
+            try:
+                for generation in range(2, 12):
+                    client.reload(engine.socket_dir, "e")
+                    last = engine.wait_for_state("ready", generation).pid
+                wait_for(lambda: engine.facts()["pid"] == last, "the last server answers")
+            finally:
+                stop.set()
+            seen = set.union(*(each.result() for each in asking))
+        assert first["pid"] in seen and len(seen) >= 5
+
+
+def test_a_request_in_flight_ends_whole_at_a_reload():
+    """The old server drains before the new one is forked."""
+    with launcher(drain=1.0) as engine:
+        before = engine.ready()
+        with ThreadPoolExecutor(1) as clients:
+            slow = clients.submit(engine.facts, "/sleep?0.7")
+            wait_for(lambda: engine.facts("/busy")["busy"], "the request has arrived")
+            client.reload(engine.socket_dir, "e")
+            engine.wait_for_state("reloading")
+            assert slow.result()["pid"] == before["pid"]
+        assert engine.ready(2)["pid"] != before["pid"]
+
+
+@pytest.mark.parametrize(("options", "mode"), [((), "forked"), (("--no-prefork",), "plain")], ids=["forked", "plain"])
+def test_the_launchers_own_death_leaves_no_process(options, mode):
+    """kill -9 of the launcher ends template and server, and where there is a template also what the server has left."""
+    engine = LauncherProcess(*options)
+    try:
+        engine.start()
+        facts = engine.ready()
+        engine.process.kill()
+        assert engine.wait() == -signal.SIGKILL
+        wait_for(is_gone(facts["pid"]), "the end of the server")
+        if mode == "forked":
+            wait_for(lambda: not engine.left(), "the end of everything")
+        for each in engine.left():
+            os.kill(each.pid, signal.SIGKILL)
+        wait_for(lambda: not engine.left(), "the end of everything")
+        assert len(list(engine.temporary.iterdir())) == 1
+        engine.start()
+        engine.ready()
+        assert len(list(engine.temporary.iterdir())) == 1
+        assert "of a launcher that ended without clearing up" in engine.text()
+        assert engine.end() == 0
+        assert_nothing_left(engine)
+    finally:
+        engine.close()
+
+
+def test_a_template_that_dies_is_replaced_and_the_server_goes_on():
+    """The next server has the new template's imports."""
+    with launcher() as engine:
+        facts, template = engine.ready(), engine.status().template
+        os.kill(template, signal.SIGKILL)
+        renewed = wait_for(lambda: (now := engine.status()).template not in (0, template) and now, "a new template")
+        assert engine.facts() == facts
+        assert "the template ended by itself, signal 9 (SIGKILL); warming a new one" in engine.text()
+        engine.send(signal.SIGHUP)
+        assert engine.ready(2)["warmed"] == [str(renewed.template)]
+
+
+def test_a_server_that_dies_with_its_template_comes_back():
+    """The start waits for the imports of a new template."""
+    with launcher() as engine:
+        facts = engine.ready()
+        os.kill(engine.status().template, signal.SIGKILL)
+        os.kill(facts["pid"], signal.SIGKILL)
+        assert engine.ready(2)["warmed"] != facts["warmed"]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (
+            "thread",
+            "the imports left 2 threads running, and a fork keeps only one (besides it: Thread-1 (sleep) of Python)",
+        ),
+        ("fail", "ImportError: no module of this name"),
+        ("exit", "3 templates in a row ended while they were warming"),
+    ],
+)
+def test_a_template_that_cannot_fork_leads_to_the_plain_way(how, why):
+    """It is said in one line, and the engine works."""
+    with launcher(variables={"STANDIN_WARM": how}) as engine:
+        facts = engine.ready()
+        assert facts["warmed"] == [] and facts["parent"] == engine.process.pid
+        status = engine.status()
+        assert (status.prefork, status.template, status.why_plain) == (False, 0, why)
+        assert engine.text().count(f"servers are started plainly, without a fork: {why}") == 1
+        os.kill(facts["core"], signal.SIGKILL)
+        engine.ready(2)
+
+
+def test_the_plain_way_has_the_same_control():
+    """--no-prefork: reload, refusal, crash and phases work without a template."""
+    with launcher("--no-prefork", answer="one") as engine:
+        facts = engine.ready()
+        assert engine.status().why_plain == "--no-prefork" and facts["warmed"] == []
+        assert next(iter(engine.status().phases)) == "imports"
+        engine.edit(refuse="no")
+        with pytest.raises(ConfigError, match=r"^no$"):
+            client.reload(engine.socket_dir, "e")
+        assert engine.facts() == facts
+        engine.edit(answer="two")
+        client.reload(engine.socket_dir, "e")
+        assert engine.ready(2)["answer"] == "two"
+        os.kill(engine.status().pid, signal.SIGKILL)
+        engine.ready(3)
+
+
+def test_a_changed_variable_replaces_the_template():
+    """The new one is ready before the old goes; the log names the variable; equal values change nothing."""
+    engine = LauncherProcess()
+    variables = engine.directory / "variables"
+    engine.options = ("--env-file", str(variables))
+    variables.write_text("# for the server\nCOLOUR=red\nSHAPE=round\n")
+    try:
+        engine.start()
+        assert engine.ready()["environment"]["COLOUR"] == "red"
+        template = engine.status().template
+        variables.write_text("SHAPE=round\nCOLOUR='red'\n")
+        engine.send(signal.SIGHUP)
+        engine.ready(2)
+        assert engine.status().template == template
+        variables.write_text("COLOUR=blue\n")
+        engine.send(signal.SIGHUP)
+        facts = engine.ready(3)
+        assert facts["environment"]["COLOUR"] == "blue" and "SHAPE" not in facts["environment"]
+        assert facts["warmed"] == [str(engine.status().template)] != [str(template)]
+        assert "environment: COLOUR, SHAPE changed; warming a template that has it" in engine.text()
+        wait_for(is_gone(template), "the end of the old template")
+        variables.write_text("COLOUR\n")
+        with pytest.raises(ConfigError, match="line 1: expected NAME=VALUE, found 'COLOUR'"):
+            client.reload(engine.socket_dir, "e")
+        assert engine.facts() == facts
+        assert engine.end() == 0
+        assert_nothing_left(engine)
+    finally:
+        engine.close()
+
+
+def test_what_a_server_leaves_in_a_session_of_its_own_is_ended():
+    """Orphans of the old tree are found before the next server starts."""
+    with launcher(leave=True) as engine:
+        facts = engine.ready()
+        left = wait_for(lambda: [p for p in engine.status().processes.items() if p[1] == "sleep"], "the sleeper")[0][0]
+        os.kill(facts["pid"], signal.SIGKILL)
+        engine.ready(2)
+        assert is_gone(left, facts["core"], facts["worker"])()
+
+
+def test_no_zombie_stays():
+    """Orphans that the launcher inherits are reaped, and no crash of the server."""
+    with launcher() as engine:
+        facts = engine.ready()
+        orphan = engine.facts("/orphan")["child"]
+        wait_for(lambda: processes.process(orphan).parent == engine.process.pid, "adoption")
+        os.kill(orphan, signal.SIGKILL)
+        wait_for(is_gone(orphan), "the orphan is reaped")
+        assert engine.facts() == facts
+        children = [each for each in processes.table().values() if each.parent == engine.process.pid]
+        assert all(each.is_alive for each in children)
+
+
+def test_twenty_reloads_leave_everything_flat():
+    """Processes, descriptors and threads of launcher and template, and files, are as after the first."""
+
+    def measure() -> tuple:
+        status = engine.status()
+        both = (status.launcher, status.template)
+        descriptors = [wait_for(lambda pid=pid: settled(pid), "settled descriptors") for pid in both]
+        threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in both]
+        files = sorted(path.name.rstrip("0123456789") for path in engine.temporary.rglob("*"))
+        return descriptors, threads, len(engine.left()), files
+
+    def settled(pid: int) -> int | None:
+        """Without a connection that comes or goes: the same ten times."""
+        counts = {wait_for(lambda: descriptors_of(pid), "descriptors") for _ in range(10) if not sleep(0.02)}
+        return counts.pop() if len(counts) == 1 else None
+
+    with launcher() as engine:
+        engine.ready()
+        engine.send(signal.SIGHUP)
+        engine.ready(2)
+        before = measure()
+        for generation in range(3, 23):
+            client.reload(engine.socket_dir, "e")
+            engine.wait_for_state("ready", generation)
+        engine.facts()
+        assert measure() == before
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [({"code": 0}, 0), ({"code": 5}, 5), ({"code": -15}, -15), ({"ignore_term": True}, -9)],
+    ids=["zero", "code", "signal", "killed"],
+)
+def test_the_launcher_ends_as_its_server_did(config, code):
+    """At SIGTERM, with its exit code or by its signal; SIGKILL after the grace."""
+    with launcher("--stop-grace", "1", **config) as engine:
+        engine.ready()
+        assert engine.end() == code
+        assert engine.history()[-1]["cause"] == "stop: SIGTERM"
+
+
+@pytest.mark.parametrize(("kill", "code"), [(signal.SIGKILL, -9), (signal.SIGSEGV, -11), (None, 4)])
+def test_without_restarts_the_servers_end_is_the_launchers(kill, code):
+    """Codes and signals reach Docker unchanged, and nothing stays behind."""
+    with launcher("--no-restart", code=4) as engine:
+        facts = engine.ready()
+        os.kill(facts["pid"], kill or signal.SIGTERM)
+        assert engine.wait() == code
+        assert engine.history()[-1]["generation"] == 1
+
+
+def test_without_restarts_a_server_that_ends_well_ends_the_launcher():
+    """With 0."""
+    with launcher("--no-restart") as engine:
+        os.kill(engine.ready()["pid"], signal.SIGTERM)
+        assert engine.wait() == 0
+
+
+def test_a_server_that_ends_well_unasked_is_started_again():
+    """Nobody wanted it to end."""
+    with launcher() as engine:
+        os.kill(engine.ready()["pid"], signal.SIGTERM)
+        engine.ready(2)
+        assert engine.status().last_exit.cause == "crash: exit code 0"
+
+
+@pytest.mark.parametrize("state", ["warming", "starting", "waiting", "broken", "reloading"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_end_is_clean_in_every_state(state, number):
+    """Nothing stays behind; SIGINT is 130."""
+    config = {"starting": {"slow": 100}, "waiting": {"crash": 3}, "broken": {"crash": 3}, "reloading": {"drain": 0.5}}
+    options = ("--restart-delay", "50", "--restart-delay-max", "50") if state == "waiting" else ()
+    warm = {"STANDIN_WARM": "100"} if state == "warming" else {}
+    with launcher(*options, variables=warm, **config.get(state, {})) as engine:
+        if state == "reloading":
+            engine.ready()
+            client.reload(engine.socket_dir, "e")
+        if state == "starting":
+            wait_for(lambda: (now := engine.status()) and len(now.processes) == 3, "a whole server")
+        engine.wait_for_state(state)
+        expected = -signal.SIGTERM if state == "starting" else 0
+        assert engine.end(number) == (130 if number == signal.SIGINT else expected)
+
+
+def test_a_second_signal_ends_at_once():
+    """Without the grace that the first one gives."""
+    with launcher("--stop-grace", "1000", ignore_term=True) as engine:
+        engine.ready()
+        engine.send(signal.SIGINT)
+        engine.wait_for_state("draining")
+        assert engine.end(signal.SIGINT) == 130
+        assert engine.history()[-1]["signal"] == signal.SIGKILL
+
+
+def test_a_first_configuration_that_is_refused_ends_the_launcher():
+    """With code 2 and the server's own words; nothing was started."""
+    with launcher(refuse="no such model") as engine:
+        assert engine.wait() == 2
+        assert engine.text().splitlines()[-1] == "weightkeeper: no such model"
+
+
+def test_wrong_arguments_are_refused_in_the_servers_words():
+    """Its parser's last line, not a traceback."""
+    engine = LauncherProcess()
+    engine.arguments = (*engine.arguments, "--bad")
+    try:
+        assert engine.start().wait() == 2
+        assert engine.text().splitlines()[-1] == "weightkeeper: serve: error: unrecognized arguments: --bad"
+    finally:
+        engine.close()
+
+
+def test_a_taken_port_is_refused_with_who_has_it():
+    """At the start with code 2; at a reload the server stays where it is."""
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        reason = f"0.0.0.0:{port}: Address already in use, by pid {os.getpid()} ("
+        with launcher(port=port) as engine:
+            assert engine.wait() == 2
+            assert reason in engine.text()
+        with launcher() as engine:
+            facts = engine.ready()
+            engine.edit(port=port)
+            with pytest.raises(ConfigError, match="Address already in use"):
+                client.reload(engine.socket_dir, "e")
+            assert engine.facts() == facts
+
+
+def test_a_reload_can_move_the_port_and_back():
+    """The old socket is closed when the new server starts."""
+    with launcher() as engine:
+        engine.ready()
+        old, engine.port = engine.port, free_port()
+        engine.edit()
+        client.reload(engine.socket_dir, "e")
+        engine.ready(2)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", old))
+        engine.port = old
+        engine.edit()
+        client.reload(engine.socket_dir, "e")
+        engine.ready(3)
+
+
+def test_a_server_can_listen_on_a_path():
+    """--uds: a dead socket is taken over, a live one is refused, and none is left at the end."""
+    engine = LauncherProcess()
+    path = engine.directory / "http.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    engine.edit(uds=str(path))
+    try:
+        engine.start().wait_for_state("ready", 1)
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(str(path))
+            asking.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert asking.recv(12) == b"HTTP/1.0 200"
+        os.kill(engine.status().pid, signal.SIGKILL)
+        engine.wait_for_state("ready", 2)
+        assert engine.end() == 0 and not path.exists()
+        with socket.socket(socket.AF_UNIX) as live:
+            live.bind(str(path))
+            live.listen()
+            assert engine.start().wait() == 2
+        assert f"--uds {path}: Address already in use" in engine.text()
+    finally:
+        engine.close()
+
+
+def test_two_launchers_of_one_name_are_refused():
+    """The second one says so, and the first one goes on."""
+    with launcher() as engine:
+        facts = engine.ready()
+        other = LauncherProcess()
+        other.socket_dir = engine.socket_dir
+        try:
+            assert other.start().wait() == 1
+            assert "a live launcher has the name e; give another --name" in other.text()
+        finally:
+            other.close()
+        assert engine.facts() == facts
+
+
+def test_process_one_hears_its_signals_and_ends_with_128_and_the_signal():
+    """In a PID namespace of its own; orphans are reaped there, too."""
+    prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("no new PID namespace can be made here")
+    engine = LauncherProcess("--stop-grace", "1", prefix=prefix, ignore_term=True)
+    try:
+        engine.start()
+        status = engine.wait_for_state("ready", 1)
+        assert status.launcher == 1
+        first = wait_for(
+            lambda: [p for p in processes.table().values() if p.parent == engine.process.pid], "process 1"
+        )[0]
+        os.kill(first.pid, signal.SIGHUP)
+        engine.wait_for_state("ready", 2)
+        server = next(
+            p for p in processes.table().values() if p.parent == first.pid and p.session == p.pid and _is_server(p)
+        )
+        os.kill(server.pid, signal.SIGKILL)
+        engine.wait_for_state("ready", 3)
+        os.kill(first.pid, signal.SIGTERM)
+        assert engine.wait() == 128 + signal.SIGKILL
+        assert not engine.left()
+    finally:
+        engine.close()
+
+
+def _is_server(process: processes.Process) -> bool:
+    """It has an engine core below it; the template has nothing."""
+    return any(each.parent == process.pid for each in processes.table().values())
+
+
+def test_the_commands_speak_to_a_launcher():
+    """status as table and JSON, reload with its refusal, restart."""
+
+    def run(command: str, *options: str) -> subprocess.CompletedProcess:
+        arguments = [
+            sys.executable,
+            "-m",
+            "weightkeeper.cli",
+            command,
+            "--name",
+            "e",
+            "--socket-dir",
+            engine.socket_dir,
+        ]
+        return subprocess.run([*arguments, *options], capture_output=True, text=True)
+
+    with launcher() as engine:
+        engine.ready()
+        table = run("engine-status")
+        assert table.stdout.splitlines()[0].startswith("state        ready for ")
+        assert f"address      0.0.0.0:{engine.port}" in table.stdout
+        assert '"state": "ready"' in run("engine-status", "--json").stdout
+        assert run("engine-reload").stdout == "the configuration is accepted, the server is being replaced\n"
+        engine.ready(2)
+        engine.edit(refuse="too long")
+        refused = run("engine-reload")
+        assert (refused.returncode, refused.stderr) == (2, "weightkeeper: too long\n")
+        assert run("engine-restart", "--cause", "why not").stdout == "the server is being replaced\n"
+        engine.ready(3)
+        assert engine.status().last_exit.cause == "restart: why not"
+        assert "refused      " in run("engine-status").stdout
+    lost = run("engine-status")
+    assert lost.returncode == 1 and "is `weightkeeper engine --name e` running" in lost.stderr
+
+
+def test_no_control_socket_where_none_is_wanted():
+    """The engine works by signals alone."""
+    with launcher("--no-control") as engine:
+        engine.wait_for_text("generation 1: ready")
+        assert engine.facts()["model"] == "m"
+        assert not Path(engine.socket_dir).exists()
+        assert engine.end() == 0
+        Path(engine.socket_dir).mkdir()
