@@ -27,10 +27,11 @@ from weightkeeper.guard import ReadOnly
 from weightkeeper.identity import digests
 from weightkeeper.mapping import Mapping, open_mapping
 from weightkeeper.options import Options, default_name, read
-from weightkeeper.phases import Phases
+from weightkeeper.phases import Phases, mark
 from weightkeeper.protocol import Report
 from weightkeeper.restore import Bound, bind, check
 from weightkeeper.vllm_api import BaseModelLoader, LoadConfig, ModelConfig, VllmConfig
+from weightkeeper.vllm_messages import process_name
 
 logger = vllm_api.init_logger("vllm.weightkeeper")
 
@@ -130,6 +131,7 @@ class MappedLoader(BaseModelLoader):
             if share:
                 model.load_weights = self._refuse_weights
             phases.end("post-process")
+            mark(process_name(), "map")
         except Exception as error:
             mapping.close()
             raise self._failed(error) from error
@@ -189,6 +191,7 @@ class MappedLoader(BaseModelLoader):
             logger.error("weightkeeper: cannot use the keeper and fallback is off, code=%s: %s", cause.code, cause)
             raise cause
         self._check_room(cause, model_config)
+        mark(process_name(), "map")
         logger.warning("weightkeeper: fallback to disk, code=%s: %s", cause.code, cause)
         started = time.monotonic()
         model = self._disk().load_model(vllm_config, model_config, prefix)
@@ -204,7 +207,9 @@ class MappedLoader(BaseModelLoader):
     ) -> nn.Module:
         logger.info("weightkeeper: loading from disk for the keeper, code=%s: %s", cause.code, cause)
         self._check_room(cause, model_config)
+        mark(process_name(), "map")
         made = publisher.load_and_publish(vllm_config, model_config, prefix, self.options, self.name, phases)
+        mark(process_name(), "load")
         if made.session is not None:
             weakref.finalize(made.model, made.session.close)
         made.model.load_weights = self._refuse_weights

@@ -1,0 +1,166 @@
+"""vLLM's server as the launcher's application: import it, check its arguments, run it on a given socket.
+
+vLLM's names on the server's side, for 0.30 to 0.33, are here and in the modules beside it (`vllm_forks`,
+`vllm_imports`, `vllm_tokenizer`); those of its workers are in `vllm_api`. Nothing of the server is made anew: arguments
+go through vLLM's parser and then to what `vllm serve` itself would call.
+"""
+
+import contextlib
+import functools
+import gc
+import io
+import logging
+import os
+import socket
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+
+import pydantic
+
+from weightkeeper import vllm_forks, vllm_imports, vllm_tokenizer
+from weightkeeper.errors import ConfigError
+
+logger = logging.getLogger("vllm.weightkeeper")
+
+_set_by_imports: dict[str, str] | None = None
+"""Variables that the imports of `warm` set; None where nothing was warmed, and so nothing is forked."""
+
+
+def warm(arguments: list[str]) -> None:
+    """Import all that a server with these arguments needs, its model's own module too. No GPU is touched.
+
+    Raises:
+        ImportError: this vLLM is not one of those that can be served.
+    """
+    global _set_by_imports
+    before = dict(os.environ)
+    gc.disable()  # nothing of what is imported ends, so there is nothing to collect
+    try:
+        vllm_imports.everything()
+        try:
+            args = _checked(arguments)
+        except ConfigError as error:
+            logger.info("weightkeeper: the model's own modules are not imported before the fork: %s", error)
+        else:
+            vllm_imports.model(args)
+            vllm_tokenizer.load(args)
+    finally:
+        gc.enable()
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would write to, and so copy, every page of this
+    _set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def check(arguments: list[str]) -> None:
+    """Refuse what a server with these arguments would refuse. No GPU is touched.
+
+    Raises:
+        ConfigError: with vLLM's own words, or with the way to run what cannot be forked.
+    """
+    logging.disable(logging.WARNING)  # the server will say it
+    args = _checked(arguments)
+    if _set_by_imports is not None:
+        _refuse_unforked(args)
+        vllm_forks.prefer_fork()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers import launcher
+    from vllm.usage.usage_lib import UsageContext
+
+    with _in_own_words():
+        if args.tool_parser_plugin:
+            launcher.ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+        if args.reasoning_parser_plugin:
+            launcher.ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+        launcher.validate_api_server_args(args)
+        AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def serve(arguments: list[str], listener: socket.socket) -> None:
+    """Run vLLM's server on `listener`, which is bound, until it is stopped. Engine core and workers are forked, too."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers import launcher
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    sys.argv = ["vllm", "serve", *arguments]  # vLLM looks for options in it
+    launcher.create_server_socket = launcher.create_server_unix_socket = lambda *_, **__: listener
+    # at its end vLLM looks for who else has the port and finds the launcher, which is right to have it
+    launcher.find_process_using_port = lambda port: None
+    if _set_by_imports is not None:
+        vllm_forks.settle_in(_set_by_imports, listener)
+    cli_env_setup()
+    ServeSubcommand.cmd(_parse(arguments))
+    if _set_by_imports is not None:
+        vllm_forks.end()
+
+
+def _checked(arguments: list[str]) -> Namespace:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), _in_own_words():
+            return _parse(arguments)
+    except SystemExit as error:
+        lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
+        raise ConfigError(lines[-1] if lines else f"vLLM's parser ended with {error.code}") from error
+
+
+@contextlib.contextmanager
+def _in_own_words() -> Iterator[None]:
+    """Turn what vLLM raises at options into a ConfigError with its words."""
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        said = [each["msg"].removeprefix("Value error, ") for each in error.errors(include_url=False)]
+        raise ConfigError("; ".join(said)) from error
+    except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError, ImportError, OSError) as error:
+        raise ConfigError(str(error.args[0] if isinstance(error, KeyError) else error) or repr(error)) from error
+
+
+def _refuse_unforked(args: Namespace) -> None:
+    """Refuse what vLLM runs in processes of its own making.
+
+    Raises:
+        ConfigError: with the option and the remedy.
+    """
+    given = {
+        "--headless": args.headless,
+        "--grpc": getattr(args, "grpc", False),
+        "--api-server-count": (args.api_server_count or 1) > 1,
+        "--data-parallel-size": args.data_parallel_size > 1,
+        "--data-parallel-rank": args.data_parallel_rank is not None,
+        "--data-parallel-external-lb": args.data_parallel_external_lb,
+        "--data-parallel-hybrid-lb": args.data_parallel_hybrid_lb,
+        "--data-parallel-multi-port-external-lb": args.data_parallel_multi_port_external_lb,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(_unforked(option))
+
+
+def _unforked(what: str) -> str:
+    return f"{what}: a server with it cannot be forked from a process that has its imports; start with --no-prefork"
+
+
+@functools.cache
+def _parser() -> ArgumentParser:
+    """vLLM's parser of `vllm serve`. Made once, since it takes 0.1 s."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    """As `vllm serve` takes its arguments."""
+    from vllm import logger as vllm_logger
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    args = _parser().parse_args(["serve", *arguments])
+    if hasattr(vllm_logger, "configure_logging_from_args"):  # since 0.32
+        vllm_logger.configure_logging_from_args(args)
+    ServeSubcommand().validate(args)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    return args

@@ -1,0 +1,330 @@
+"""The real vLLM below the launcher: forked, replaced at a reload, and back after each kind of crash.
+
+The tests of this file share one engine and one history, in the order in which they stand.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import yaml
+from engines import QUIET, keeper
+from test_parity import smollm2
+from tokenizers import Regex, Tokenizer, decoders
+
+from weightkeeper.errors import WeightkeeperError
+from weightkeeper.launcher import client, processes
+from weightkeeper.launcher.messages import EngineStatus
+
+pytestmark = pytest.mark.vllm
+
+SECONDS = 120
+RELOADS = 20
+PROMPT = "The capital of France is"
+
+
+class Engine:
+    """A running `weightkeeper engine` of its own, with its config file, sockets and log."""
+
+    def __init__(self, config: dict[str, Any], *options: str):
+        self.dir = Path(tempfile.mkdtemp(prefix="wk"))
+        self.sockets = self.dir / "run"
+        self.sockets.mkdir(mode=0o700)
+        self.config = {"host": "127.0.0.1", "port": free_port()} | config
+        self.write()
+        command = [
+            sys.executable,
+            "-m",
+            "weightkeeper.cli",
+            "engine",
+            "--name",
+            "test",
+            "--socket-dir",
+            str(self.sockets),
+        ]
+        command += [*options, "--", "--config", str(self.dir / "engine.yaml")]
+        self._log = (self.dir / "log").open("w")
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=os.environ | QUIET)
+
+    def write(self, **changes: Any) -> None:
+        self.config |= changes
+        (self.dir / "engine.yaml").write_text(yaml.safe_dump(self.config))
+
+    def log(self) -> str:
+        return (self.dir / "log").read_text()
+
+    def status(self) -> EngineStatus:
+        return client.status(str(self.sockets), "test")
+
+    def until(self, condition: Callable[[EngineStatus], Any]) -> EngineStatus:
+        """The status once the condition holds."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(WeightkeeperError):
+                if condition(status := self.status()):
+                    return status
+            assert self.process.poll() is None, self.log()
+            time.sleep(0.02)
+        raise AssertionError(f"not so within {SECONDS} s: {self.status()}\n{self.log()[-8000:]}")
+
+    def ready(self, generation: int) -> EngineStatus:
+        """The status once this generation serves."""
+        return self.until(lambda status: status.state == "ready" and status.generation == generation)
+
+    def ask(self) -> str:
+        """A greedy completion."""
+        request = {"model": self.config["model"], "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self.config['port']}/v1/completions",
+            json.dumps(request).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+            return json.load(answer)["choices"][0]["text"]
+
+    def ask_first(self) -> str:
+        """As `ask`, of an engine whose launcher may not listen yet."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                return self.ask()
+            except urllib.error.URLError:
+                assert self.process.poll() is None, self.log()
+                assert time.monotonic() < deadline, self.log()
+                time.sleep(0.02)
+
+    def reload(self) -> tuple[EngineStatus, str, float]:
+        """Have the server replaced: the status, the new server's first answer, and the seconds up to it."""
+        generation = self.status().generation + 1
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGHUP)
+        status = self.ready(generation)
+        return status, self.ask(), time.monotonic() - began
+
+    def pid(self, name: str) -> int:
+        """Of the server's process whose name contains this, as vLLM titles it."""
+        found = [pid for pid in self.status().processes if name.encode() in processes.command_line(pid)]
+        assert len(found) == 1, (name, self.status().processes)
+        return found[0]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(timeout=60)
+        self._log.close()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def config_of(model: Path, **options: Any) -> dict[str, Any]:
+    values = {"model": str(model), "dtype": "bfloat16", "enforce-eager": True, "max-model-len": 256}
+    return values | {"kv-cache-memory-bytes": 64 << 20} | options
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The real chat model, by links, with a tokenizer file of its own."""
+    path = tmp_path_factory.mktemp("model") / "m"
+    path.mkdir()
+    for file in smollm2().iterdir():
+        (path / file.name).symlink_to(file.resolve())
+    (path / "tokenizer.json").unlink()
+    shutil.copyfile(smollm2() / "tokenizer.json", path / "tokenizer.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """A cold start without a fork: its first answer and the seconds up to it."""
+    engine = Engine(config_of(model), "--no-prefork")
+    try:
+        answer = engine.ask_first()
+        return answer, time.monotonic() - engine.began, engine.until(lambda status: status.state == "ready")
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(plain, model):
+    """An engine whose servers are forked, after that of `plain` has ended."""
+    running = Engine(config_of(model), "--restart-delay", "0.01")
+    try:
+        running.ready(1)
+        yield running
+    finally:
+        running.close()
+
+
+def threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def resident_kib(pid: int) -> int:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()).group(1))
+
+
+def shared_files(pids: Any) -> set[str]:
+    """Files of /dev/shm that these processes map by name."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line}
+    return {name for name in found if not name.endswith(" (deleted)")}
+
+
+def held(engine: Engine) -> dict[str, Any]:
+    """What an engine has of what could leak."""
+    status = engine.status()
+    both = {"launcher": engine.process.pid, "template": status.template}
+    everything = processes.with_descendants([engine.process.pid], processes.table())
+    return {
+        "processes": sorted(each.name for each in everything),
+        "descriptors": {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in both.items()},
+        "threads": {name: threads(pid) for name, pid in both.items()},
+    }
+
+
+def test_a_forked_server_answers_as_a_plain_one_does(plain, engine):
+    """Same greedy tokens; the template has one thread, the plain start has its imports among its phases."""
+    answer, _, status = plain
+    assert (status.prefork, "imports" in status.phases) == (False, True)
+    status = engine.status()
+    assert engine.ask() == answer
+    assert (status.prefork, status.why_plain, status.threads) == (True, "", 1)
+    assert threads(status.template) == 1
+
+
+def test_twenty_reloads_import_nothing_leave_nothing_and_take_a_tenth(plain, engine):
+    """Against the cold start of the same run. Processes, descriptors, threads, shared memory and memory stay flat."""
+    answer, cold, _ = plain
+    template = engine.status().template
+    seconds, files = [], set()
+    for number in range(RELOADS):
+        status, said, took = engine.reload()
+        assert said == answer
+        assert status.template == template
+        assert "imports" not in status.phases
+        assert {"fork", "config", "engine core", "device", "load", "warm-up", "server"} <= status.phases.keys()
+        assert sum(status.phases.values()) == pytest.approx(status.start_seconds)
+        seconds.append(took)
+        files |= shared_files(status.processes)
+        if number == 2:
+            before = held(engine)
+            resident = {pid: resident_kib(pid) for pid in (engine.process.pid, template)}
+    assert held(engine) == before
+    for pid, kib in resident.items():
+        assert resident_kib(pid) - kib < 2048
+    left = {file for file in files if Path(file).exists()}
+    assert left == shared_files(engine.status().processes)
+    middle = statistics.median(seconds)
+    print(f"cold {cold:.2f} s; reloads {min(seconds):.2f} to {max(seconds):.2f} s, median {middle:.2f} s")
+    assert middle <= cold / 10, seconds
+
+
+@pytest.mark.parametrize("victim", ["server", "EngineCore", "Worker"])
+def test_a_killed_process_is_replaced_without_anybodys_help(plain, engine, victim):
+    """G08: nothing of the old server is left, and the new one is right."""
+    answer, _, _ = plain
+    status = engine.status()
+    pid = status.pid if victim == "server" else engine.pid(f"VLLM::{victim}")
+    files = shared_files(status.processes)
+    os.kill(pid, signal.SIGKILL)
+    after = engine.ready(status.generation + 1)
+    assert engine.ask() == answer
+    assert after.template == status.template
+    assert after.last_exit.pid == status.pid
+    assert not after.last_exit.was_asked
+    assert not [each for each in status.processes if each in processes.table()]
+    assert not [file for file in files if Path(file).exists()]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "float7"}, "argument --dtype: invalid choice: 'float7'"),
+        ({"max-model-len": 10**9}, "User-specified max_model_len (1000000000) is greater than the derived"),
+        ({"tool-call-parser": "nobody", "enable-auto-tool-choice": True}, "invalid tool call parser: nobody"),
+        ({"model": "/nowhere/model"}, "/nowhere/model"),
+        ({"no-such-option": 1}, "unrecognized arguments: --no-such-option"),
+        ({"api-server-count": 2}, "--api-server-count: a server with it cannot be forked"),
+        ({"data-parallel-size": 2}, "--data-parallel-size: a server with it cannot be forked"),
+    ],
+)
+def test_a_refused_configuration_leaves_the_server_serving(plain, engine, change, words):
+    """Checked by vLLM's own parser and configuration before the good server is stopped, and said in vLLM's words."""
+    answer, _, _ = plain
+    before = engine.status()
+    good = dict(engine.config)
+    engine.write(**change)
+    engine.process.send_signal(signal.SIGHUP)
+    status = engine.until(lambda status: status.refused_at > before.refused_at)
+    assert words in status.refusal
+    assert (status.state, status.pid, status.generation) == ("ready", before.pid, before.generation)
+    engine.config = good
+    engine.write()
+    assert engine.ask() == answer
+
+
+def test_a_changed_tokenizer_is_read_again(plain, engine, model):
+    """What the template has of the model's directory counts only while its files are as they were."""
+    answer, _, _ = plain
+    file = model / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    decoder = tokenizer.decoder
+    tokenizer.decoder = decoders.Sequence([decoder, decoders.Replace(Regex("[\\s\\S]"), "!")])
+    tokenizer.save(str(file))
+    _, said, _ = engine.reload()
+    assert set(said) == {"!"}
+    assert f"the tokenizer's files in {model} changed and are read again" in engine.log()
+    tokenizer.decoder = decoder
+    tokenizer.save(str(file))
+    assert engine.reload()[1] == answer
+
+
+def test_two_ranks_on_a_keepers_weights_come_back_from_the_loss_of_one(engine, tmp_path):
+    """Tensor parallel by an edit of the configuration; each rank maps its half; no shared memory is left behind."""
+    model = models.write(tmp_path / "m", hidden=256)
+    with keeper(model, tensor_parallel_size=2) as running:
+        engine.write(
+            **{
+                "model": str(model),
+                "tensor-parallel-size": 2,
+                "load-format": "weightkeeper",
+                "model-loader-extra-config": running.extra(fallback=False),
+            }
+        )
+        status, answer, _ = engine.reload()
+        assert "map" in status.phases
+        assert sorted(lease.device for lease in running.status().leases) == ["cpu-0", "cpu-1"]
+        files = shared_files(status.processes)
+        os.kill(engine.pid("VLLM::Worker_TP1"), signal.SIGKILL)
+        after = engine.ready(status.generation + 1)
+        assert engine.ask() == answer
+        assert sorted(lease.device for lease in running.status().leases) == ["cpu-0", "cpu-1"]
+        files |= shared_files(after.processes)
+    engine.close()
+    assert files
+    assert not [file for file in files if Path(file).exists()]
