@@ -5,7 +5,10 @@ vLLM calls `register` in each of its processes; the loader itself runs only in w
 
 import os
 
-from weightkeeper import phases  # noqa: F401  its import is the moment from which phases are counted
+from weightkeeper import (
+    phases,  # noqa: F401  its import is the moment from which phases are counted
+    vllm_messages,
+)
 
 TAKE_IPC_CACHE = "WEIGHTKEEPER_TAKE_IPC_CACHE"
 """Variable that, set to 1, also serves vLLM's own `--load-format ipc_cache` (our engine image sets it)."""
@@ -13,7 +16,8 @@ TAKE_IPC_CACHE = "WEIGHTKEEPER_TAKE_IPC_CACHE"
 
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. May be called more than once."""
-    from weightkeeper import budget, vllm_api
+    vllm_messages.install()
+    from weightkeeper import budget, saving, vllm_api
     from weightkeeper.mapped_loader import MappedLoader
 
     vllm_api.register_loader("weightkeeper", MappedLoader)
@@ -23,3 +27,4 @@ def register() -> None:
         vllm_api.register_loader("ipc_cache", MappedLoader)
     if not vllm_api.is_cpu():
         vllm_api.replace_request_memory(lambda config, snapshot: budget.request(config, snapshot, formats))
+    saving.install()

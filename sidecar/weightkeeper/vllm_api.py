@@ -223,6 +223,11 @@ def is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
+def is_cuda() -> bool:
+    """Whether this vLLM computes on NVIDIA's GPUs."""
+    return current_platform.is_cuda()
+
+
 def device_name(rank: int) -> str:
     """Name of the engine socket of one rank: the GPU's UUID, or `cpu-RANK`."""
     if is_cpu():
