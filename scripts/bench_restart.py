@@ -4,11 +4,13 @@
     python3 scripts/bench_restart.py --model PATH [--starts 3] [--rows disk,ipc_cache,mapped] [--eager] [--json OUT]
 
 `disk` is plain vLLM with a warm page cache; `ipc_cache` is vLLM's own weight cache; `mapped` is `weightkeeper serve`
-and `--load-format weightkeeper`. Both holders are started once and stay. One uncounted start from disk comes first: it
-fills the compile caches and the page cache, and its greedy tokens are the reference. Then, in each of `--starts`
-rounds, every row is started once, in shuffled order: spawn, /health, completion, SIGKILL to the whole tree, and the
-next only when the GPU's memory is as it was. A start with other tokens, or one that went to disk unasked, is recorded
-as such and is no right completion. All engines get the same options.
+and `--load-format weightkeeper`; `reload`, `crash` and `core` are the same weights under `weightkeeper engine`, which
+gets SIGHUP, or whose server or engine core gets SIGKILL. Both holders and the launcher are started once and stay. One
+uncounted start from disk comes first: it fills the compile caches and the page cache, and its greedy tokens are the
+reference. Then, in each of `--starts` rounds, every row is started once, in shuffled order: spawn, /health, completion,
+SIGKILL to the whole tree, and the next only when the GPU's memory is as it was; for the launcher's rows the signal,
+/health, completion. A start with other tokens, or one that went to disk unasked, is recorded as such and is no right
+completion. All engines get the same options.
 """
 
 import argparse
@@ -21,17 +23,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import machine
 import yaml
+from launched_server import LaunchedServer
 from server_run import ServerRun, StartError
 from weight_holders import Daemon, Holder, Keeper
 
-ROWS = ("disk", "ipc_cache", "mapped")
+ROWS = ("disk", "ipc_cache", "mapped", "reload", "crash", "core")
+LAUNCHED = ("reload", "crash", "core")
+PLAIN = {"WEIGHTKEEPER_SAVINGS": "none"}
+"""For vLLM's own rows: our plugin is installed beside them, and changes nothing then."""
+
 LIMIT_SECONDS = 280.0
+TOGETHER_CACHE_BYTES = 1 << 30
 
 
 @dataclass
@@ -79,35 +88,97 @@ class Bench:
         self.starts: list[Start] = []
         self.holders: dict[str, dict[str, Any]] = {}
         self._configs = {"disk": self._config("disk", {})}
+        self._launched: LaunchedServer | None = None
 
     def _config(self, row: str, more: dict[str, Any]) -> Path:
         file = self.out / f"{row}.yaml"
         file.write_text(yaml.safe_dump(self.options | {"served-model-name": "local"} | more))
         return file
 
-    def hold(self, kind: type[Holder], row: str, load_format: str, extra: dict[str, Any]) -> Holder:
-        """Start a holder, wait, and note what it costs with no engine running."""
+    def hold(self, kind: type[Holder], row: str, load_format: str, is_alone: bool) -> Holder:
+        """Start a holder, wait, and, where nothing else runs, note what it costs with no engine running."""
         options = dict(self.options) | ({"load-format": load_format} if kind is Keeper else {})
         holder = kind(options, self.out, self.out / f"{row}-holder.log", self.gpu)
         try:
-            ready = holder.wait(LIMIT_SECONDS)
-            self.holders[holder.name] = {"ready_seconds": round(ready, 2)} | holder.memory()
+            ready = round(holder.wait(LIMIT_SECONDS), 2)
+            if is_alone:
+                self.holders[holder.name] = {"ready_seconds": ready} | holder.memory()
         except StartError as error:
             holder.close()
             raise SystemExit(f"bench_restart: {holder.name}: {error}") from error
         except BaseException:
             holder.close()
             raise
-        extra = {"socket_dir": str(holder.sockets), "fallback": False} | extra
+        extra = {"socket_dir": str(holder.sockets), "fallback": False}
         self._configs[row] = self._config(row, {"load-format": load_format, "model-loader-extra-config": extra})
-        say(f"{holder.name}: {self.holders[holder.name]}")
+        say(f"{holder.name}: {self.holders.get(holder.name, f'ready after {ready} s')}")
         return holder
 
-    def start(self, row: str, number: int) -> Start:
+    def prepare(self, rows: list[str], starts: list[str], stack: contextlib.ExitStack, together: bool) -> None:
+        """Start the holders that `rows` need and make the uncounted starts, one after the other or all at once."""
+        holding = []
+        if {"mapped", *LAUNCHED} & set(rows):
+            holding.append(lambda: self.hold(Keeper, "mapped", "weightkeeper", not together))
+        if "ipc_cache" in rows:
+            holding.append(lambda: self.hold(Daemon, "ipc_cache", "ipc_cache", not together))
+        if not together:
+            for hold in holding:
+                stack.callback(hold().close)
+            for row in starts:
+                self.warm_up(row)
+            return
+        # Others come and go on the GPU meanwhile, which vLLM's memory profiling does not bear.
+        self._configs["disk"] = self._config("disk", {"kv-cache-memory-bytes": TOGETHER_CACHE_BYTES})
+        with ThreadPoolExecutor() as pool:
+            held = [pool.submit(hold) for hold in holding]
+            warmed = [pool.submit(self.warm_up, row, False) for row in starts]
+            for one in held:
+                stack.callback(lambda one=one: one.exception() or one.result().close())
+        for one in [*held, *warmed]:
+            one.result()
+        self._configs["disk"] = self._config("disk", {})
+
+    def launch(self) -> LaunchedServer:
+        """Start the launcher on the keeper's weights, uncounted, and wait for its first answer."""
+        environment = {"WEIGHTKEEPER_TAKE_IPC_CACHE": ""}
+        self._launched = server = LaunchedServer(self._configs["mapped"], self.out / "launched.log", environment)
+        try:
+            server.wait_for_health(LIMIT_SECONDS)
+            tokens = server.complete(LIMIT_SECONDS)
+            say(f"weightkeeper engine: {server.seconds():.1f} s, {server.launcher_phases()}")
+            if server.fell_back() or (self.reference and tokens != self.reference):
+                raise StartError(f"its first answer is {'from disk' if server.fell_back() else 'wrong'}")
+        except StartError as error:
+            server.kill()
+            raise SystemExit(f"bench_restart: weightkeeper engine: {error}") from error
+        except BaseException:
+            server.kill()
+            raise
+        return server
+
+    def replace(self, row: str, number: int) -> Start:
+        """One replacement of the launcher's server, from the signal to the answer."""
+        start, server = Start(row, number), self._launched
+        try:
+            server.replace(row, LIMIT_SECONDS)
+            start.health = server.wait_for_health(LIMIT_SECONDS)
+            start.tokens = server.complete(LIMIT_SECONDS)
+            start.seconds = server.seconds()
+            start.result = self._judge(start, server)
+            start.phases = server.launcher_phases()
+        except StartError as error:
+            start.message = str(error)
+        start.details = server.details()
+        return start
+
+    def start(self, row: str, number: int, is_alone: bool = True) -> Start:
         """One start, from spawning to the end of its last process."""
+        if row in LAUNCHED:
+            return self.replace(row, number)
         start = Start(row, number)
         level = self.gpu.used_bytes() if self.gpu else 0
-        server = ServerRun(self._configs[row], self.out / f"{row}-{number}.log", {"WEIGHTKEEPER_TAKE_IPC_CACHE": ""})
+        environment = {"WEIGHTKEEPER_TAKE_IPC_CACHE": ""} | ({} if row == "mapped" else PLAIN)
+        server = ServerRun(self._configs[row], self.out / f"{row}-{number}.log", environment)
         try:
             start.health = server.wait_for_health(LIMIT_SECONDS)
             start.tokens = server.complete(LIMIT_SECONDS)
@@ -118,7 +189,7 @@ class Bench:
         finally:
             killed = time.monotonic()
             server.kill()
-            if self.gpu:
+            if self.gpu and is_alone:
                 self.gpu.wait_until_free(level)
             start.gone = time.monotonic() - killed
         start.details = server.details()
@@ -133,9 +204,9 @@ class Bench:
             return "wrong"
         return "right"
 
-    def warm_up(self, row: str) -> None:
+    def warm_up(self, row: str, is_alone: bool = True) -> None:
         """An uncounted start; the first one from disk gives the reference."""
-        start = self.start(row, 0)
+        start = self.start(row, 0, is_alone)
         if start.result != "right":
             raise SystemExit(f"bench_restart: the uncounted start ({row}) is {start.result}:\n{start.message}")
         self.reference = self.reference or start.tokens
@@ -256,7 +327,12 @@ def arguments_of(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="local checkpoint")
     parser.add_argument("--starts", type=int, default=3, help="of each row")
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=",".join(ROWS))
+    parser.add_argument(
+        "--rows",
+        type=lambda text: text.split(","),
+        default=["disk", "ipc_cache", "reload", "crash"],
+        help=f"of {','.join(ROWS)}; {','.join(LAUNCHED)} need no `mapped` beside them (default: %(default)s)",
+    )
     parser.add_argument("--eager", action="store_true", help="enforce-eager for every row")
     parser.add_argument(
         "--utilization", type=float, default=0.6, help="gpu-memory-utilization; both holders fit beside"
@@ -266,6 +342,11 @@ def arguments_of(command_line: list[str] | None = None) -> argparse.Namespace:
         "--reference", type=Path, help="JSON of an earlier run, for its tokens; no uncounted disk start"
     )
     parser.add_argument("--warm-up", default="", help="rows to start once, uncounted, besides disk")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start the holders and make the uncounted starts at the same time; saves a minute, tells no memory",
+    )
     parser.add_argument(
         "--budget", type=float, default=86_400, help="seconds for everything; prints what there is then"
     )
@@ -293,14 +374,10 @@ def main() -> int:
     bench.reference = reference_of(arguments.reference)
     say(f"logs in {out}; {machine.said(facts)}")
     with contextlib.ExitStack() as stack:
-        if "mapped" in arguments.rows:
-            stack.callback(bench.hold(Keeper, "mapped", "weightkeeper", {}).close)
-        if "ipc_cache" in arguments.rows:
-            stack.callback(bench.hold(Daemon, "ipc_cache", "ipc_cache", {}).close)
-        if not arguments.reference:
-            bench.warm_up("disk")
-        for row in filter(None, arguments.warm_up.split(",")):
-            bench.warm_up(row)
+        uncounted = [*([] if arguments.reference else ["disk"]), *filter(None, arguments.warm_up.split(","))]
+        bench.prepare(arguments.rows, uncounted, stack, arguments.together)
+        if set(LAUNCHED) & set(arguments.rows):
+            stack.callback(bench.launch().kill)
         for start in bench.rounds(arguments.rows, arguments.starts, arguments.seed, deadline):
             took = "no answer" if start.seconds is None else f"{start.seconds:.2f} s"
             say(f"round {start.round}, {start.row}: {start.result}, {took}\n{start.message}".strip())

@@ -57,14 +57,23 @@ class ServerRun:
         config: vLLM's config file.
         log: file for everything that it prints.
         environment: variables besides our own.
+        command: another one than `vllm serve`, which listens on `port`.
     """
 
-    def __init__(self, config: Path, log: Path, environment: dict[str, str] | None = None):
-        self.port = free_port()
+    def __init__(
+        self,
+        config: Path,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        command: list[str] | None = None,
+        port: int | None = None,
+    ):
+        self.port = port or free_port()
         self.log = log
         self.lines: list[tuple[float, str]] = []
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--config", str(config)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        if command is None:
+            command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--config", str(config)]
+            command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -10,7 +10,8 @@ from weightkeeper import __version__
 from weightkeeper.errors import ConfigError, WeightkeeperError
 
 COMMANDS = (
-    "doctor", "health", "history", "inspect", "load", "release", "restart", "serve", "status", "supervise", "verify",
+    "doctor", "engine", "engine-reload", "engine-restart", "engine-status", "health", "history", "inspect", "load",
+    "plan", "recovery", "release", "restart", "room", "serve", "status", "supervise", "verify",
 )  # fmt: skip
 
 
@@ -24,7 +25,7 @@ class Program(click.Group):
         if cmd_name not in COMMANDS:
             return None
         try:
-            return importlib.import_module(f"weightkeeper.commands.{cmd_name}").command
+            return importlib.import_module(f"weightkeeper.commands.{cmd_name.replace('-', '_')}").command
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("weightkeeper"):
                 raise
