@@ -1,0 +1,116 @@
+"""Options of the recovery commands, and what they come to."""
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from weightkeeper import engine_config
+from weightkeeper.errors import ConfigError
+
+SECONDS = click.FloatRange(min=0, min_open=True)
+PATH = click.Path(path_type=Path)
+
+NOT_TAKEN = ("model", "host", "port", "uds", "load-format", "model-loader-extra-config", "served-model-name")
+"""Of a config file: the benchmark has its own."""
+
+
+def _together(*options: Callable) -> Callable:
+    def apply(function: Callable) -> Callable:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+run = _together(
+    click.option("--model", type=PATH, help="Local checkpoint; else that of --config."),
+    click.option("--config", type=PATH, help="vLLM's config file, for the options of all engines."),
+    click.option("--project", type=PATH, help="Directory of a compose project that is up: measure its containers "
+                 "instead. Its engine is restarted many times, and left as it was found."),
+    click.option("--restart-docker", default="", metavar="COMMAND", help="With --project: what restarts the Docker "
+                 "engine, and all containers with it, for the scenario docker-restart."),
+    click.option("--eager", is_flag=True, help="enforce-eager for all engines."),
+    click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Another one of vLLM's options."),
+    click.option("-n", "--rounds", default=5, show_default=True, type=click.IntRange(1), help="Of each scenario."),
+    click.option("--scenarios", "names", metavar="A,B,…", help="Only these, and the baseline."),
+    click.option("--seed", default=0, show_default=True, type=int, help="Of the order."),
+    click.option("--limit", "limit_s", default=280.0, show_default=True, type=SECONDS, help="Seconds for each start."),
+    click.option("--time", "seconds", default=86_400.0, show_default=True, type=SECONDS,
+                 help="Seconds for everything: no sample is begun that would probably not end in time."),
+    click.option("--throughput", "load_s", default=60.0, show_default=True, type=click.FloatRange(0),
+                 help="Seconds of load after one start of each scenario, and as many for comparison; 0 for none."),
+    click.option("--throughput-of", "loaded", metavar="A,B,…", help="Only after these scenarios; else after all."),
+    click.option("--clients", default=8, show_default=True, type=click.IntRange(1), help="That load at the same time."),
+    click.option("--steps", default=12, show_default=True, type=click.IntRange(3), help="Of the agent's job."),
+    click.option("--tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each of its answers."),
+    click.option("--out", type=PATH, help="Directory for logs and configurations; a new one here by default."),
+    click.option("--json", "file", type=PATH, help="The result; a new file here by default."),
+    click.option("--server", hidden=True, help="Command in place of vLLM's program."),
+    click.option("--application", hidden=True, default="", help="Module in place of vLLM's server in the launcher."),
+)  # fmt: skip
+
+agent = _together(
+    click.option("--directory", required=True, type=PATH, help="Of its state and of the ledger."),
+    click.option("--url", default="http://127.0.0.1:8000/v1", show_default=True, help="Of the API."),
+    click.option("--model", required=True, help="As the server names it."),
+    click.option("--job", default="inventory", show_default=True, help="Name of the job."),
+    click.option("--steps", default=12, show_default=True, type=click.IntRange(1), help="Of the job."),
+    click.option("--tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each answer, at most."),
+    click.option("--timeout", "timeout_s", default=60.0, show_default=True, type=SECONDS,
+                 help="Seconds for each read of an answer."),
+    click.option("--patience", "patience_s", default=600.0, show_default=True, type=SECONDS,
+                 help="Seconds after which a step without an answer ends the agent."),
+    click.option("--wrong", is_flag=True, hidden=True),
+)  # fmt: skip
+
+
+def scenarios(names: str | None, known: Sequence[Any], baseline: str) -> tuple[list[Any], list[Any]]:
+    """Those that were asked for, with the baseline, and the others."""
+    asked = set(names_of(names) or {each.name for each in known})
+    check_names("--scenarios", asked, known)
+    asked.add(baseline)
+    return [each for each in known if each.name in asked], [each for each in known if each.name not in asked]
+
+
+def check_names(option: str, asked: Collection[str], known: Sequence[Any]) -> None:
+    if unknown := set(asked) - {each.name for each in known}:
+        raise ConfigError(
+            f"{option}: {', '.join(sorted(unknown))} unknown; there are {', '.join(each.name for each in known)}"
+        )
+
+
+def names_of(text: str | None) -> frozenset[str] | None:
+    return None if text is None else frozenset(name.strip() for name in text.split(","))
+
+
+def model_and_options(
+    model: Path | None, config: Path | None, eager: bool, given: Sequence[str]
+) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint, and vLLM's options for all engines."""
+    values = engine_config.read(config) if config else {}
+    if model is None and "model" not in values:
+        raise ConfigError("which model? Give --model PATH, or --config with vLLM's config file")
+    path = model or Path(str(values["model"]))
+    found = {name: value for name, value in values.items() if name not in NOT_TAKEN}
+    if eager:
+        found["enforce-eager"] = True
+    for text in given:
+        name, equals, value = text.partition("=")
+        if name in NOT_TAKEN:
+            raise ConfigError(f"--option {text}: the benchmark sets {name} itself")
+        try:
+            found[name] = yaml.safe_load(value) if equals else True
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--option {text}: the value cannot be read: {error}") from error
+    return path, found
+
+
+def check_writable(file: Path) -> None:
+    """Find out before hours of measuring that the result has no place."""
+    if not os.access(file.resolve().parent, os.W_OK):
+        raise ConfigError(f"{file}: its directory is not there, or may not be written; give another --json")

@@ -1,0 +1,104 @@
+"""GPU memory as the driver counts it, through NVML, which makes no context and so costs none."""
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SLACK_BYTES = 64 * 1024 * 1024
+"""Two readings of one GPU that differ by less are taken as equal."""
+
+
+class Gpu:
+    """One GPU."""
+
+    def __init__(self, nvml: ModuleType, index: int):
+        self._nvml = nvml
+        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        self.name = _text(nvml.nvmlDeviceGetName(self._handle))
+        self.uuid = _text(nvml.nvmlDeviceGetUUID(self._handle))
+        self.driver = _text(nvml.nvmlSystemGetDriverVersion())
+        self.total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+
+    @classmethod
+    def all(cls) -> list["Gpu"]:
+        """Every GPU that the driver shows; none where there is no driver."""
+        nvml = _nvml()
+        return [cls(nvml, index) for index in range(nvml.nvmlDeviceGetCount())] if nvml else []
+
+    @classmethod
+    def visible(cls) -> list["Gpu"]:
+        """Those that a program started from here computes on, by CUDA_VISIBLE_DEVICES."""
+        gpus = cls.all()
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if given is None:
+            return gpus
+        words = [word.strip() for word in given.split(",") if word.strip()]
+        return [
+            gpu
+            for index, gpu in enumerate(gpus)
+            if any(word == str(index) or (not word.isdecimal() and gpu.uuid.startswith(word)) for word in words)
+        ]
+
+    def used_bytes(self) -> int:
+        """Memory in use by anybody, as nvidia-smi counts it: without what the driver keeps for itself."""
+        try:
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle, version=self._nvml.nvmlMemory_v2).used)
+        except (AttributeError, TypeError, self._nvml.NVMLError):
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+
+def used_bytes(gpus: list[Gpu]) -> int:
+    """On all of them together."""
+    return sum(gpu.used_bytes() for gpu in gpus)
+
+
+def wait_until_free(gpus: list[Gpu], level: int, seconds: float = 60.0) -> int:
+    """Wait until at most `level` bytes (and some slack) are in use; the bytes then, or when time is over."""
+    deadline = time.monotonic() + seconds
+    while (used := used_bytes(gpus)) > level + SLACK_BYTES and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return used
+
+
+def _nvml() -> ModuleType | None:
+    """NVIDIA's bindings, or the copy that vLLM carries, ready for use; None without a driver."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        nvml = _vllms_nvml()
+    if nvml is None:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+def _vllms_nvml() -> ModuleType | None:
+    """Loaded from its file, so that vLLM itself is not imported."""
+    if "vllm_pynvml" in sys.modules:
+        return sys.modules["vllm_pynvml"]
+    directory = vllm_directory()
+    file = directory / "third_party/pynvml.py" if directory else None
+    if file is None or not file.is_file():
+        return None
+    spec = importlib.util.spec_from_file_location("vllm_pynvml", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["vllm_pynvml"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def vllm_directory() -> Path | None:
+    """Where vLLM is installed; it is not imported for that."""
+    found = importlib.util.find_spec("vllm")
+    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
