@@ -25,13 +25,15 @@ def status(socket_dir: str, name: str, timeout_s: float = 5.0) -> EngineStatus:
     return _request(socket_dir, name, StatusRequest(), EngineStatus, timeout_s)
 
 
-def reload(socket_dir: str, name: str, cause: str = "", timeout_s: float = RELOAD_SECONDS) -> str:
+def reload(
+    socket_dir: str, name: str, cause: str = "", timeout_s: float = RELOAD_SECONDS, is_last_good: bool = False
+) -> str:
     """Have the configuration read again, and the server replaced where it passes.
 
     Raises:
         ConfigError: it is refused, the server goes on as it is; otherwise as `status`.
     """
-    return _request(socket_dir, name, ReloadRequest(cause), Done, timeout_s).message
+    return _request(socket_dir, name, ReloadRequest(cause, is_last_good), Done, timeout_s).message
 
 
 def restart(socket_dir: str, name: str, cause: str = "", timeout_s: float = 5.0) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from weightkeeper.accepting import Acceptor, Connection
 from weightkeeper.errors import ConfigError, ProtocolError, SocketInUseError
@@ -71,6 +72,11 @@ class Control:
             case RestartRequest(cause=cause):
                 self._wishes.ask_to_restart(printable(cause) or "by hand")
                 return Done("the server is being replaced")
+            case ReloadRequest(cause=cause, is_last_good=True):
+                if self._wishes.good is None:
+                    raise ConfigError("no server was healthy yet, so there is no last good configuration")
+                self._wishes.offer(replace(self._wishes.good, cause=printable(cause) or "by hand"))
+                return Done("the last good configuration is to be served again")
             case ReloadRequest(cause=cause):
                 wish = self._wishes.ask_to_reload(printable(cause) or "by hand")
                 await wish.decided.wait()

@@ -144,6 +144,7 @@ class Generations:
         phases, seconds = server.timeline.phases, server.timeline.seconds
         self._state.phases, self._state.start_seconds = phases, seconds
         self._state.enter("ready")
+        self._wishes.good = server.plan
         self._history.append("ready", server.generation, server.pid, cause, seconds=seconds, phases=phases)
         text = timeline.text(phases)
         logger.info("generation %d: ready after %.2f s: %s", server.generation, seconds, text)

@@ -103,7 +103,7 @@ class Launcher:
         cause, marks = "start", Timeline(time.monotonic())
         while True:
             plan = self._wishes.take_for_start() or plan
-            self._preparer.settle(plan, self._wishes.plan)
+            self._preparer.settle(plan, self._wishes.plan, self._wishes.good)
             outcome = await self._generations.serve(plan, cause, marks)
             verdict = outcome.verdict
             if verdict.kind == "stop" or not (verdict.was_asked or self._settings.restarts):

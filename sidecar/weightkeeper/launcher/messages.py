@@ -18,9 +18,14 @@ next start, none will be made until somebody asks for it; all is over."""
 
 
 class ReloadRequest(Message, frozen=True):
-    """`cause` is for the log and the history."""
+    """`cause` is for the log and the history.
+
+    Attributes:
+        is_last_good: serve what was healthy last instead of what the file holds now; nothing is read or checked.
+    """
 
     cause: str = ""
+    is_last_good: bool = False
 
 
 class RestartRequest(Message, frozen=True):

@@ -63,8 +63,9 @@ class Preparer:
 
     def settle(self, *needed: Plan | None) -> None:
         """Let go of the copies and the listening sockets of all other plans."""
-        gone = [each for each in self._plans if each not in needed]
-        self._plans = [each for each in self._plans if each in needed]
+        copies = {each.copy for each in needed if each is not None}
+        gone = [each for each in self._plans if each.copy not in copies]
+        self._plans = [each for each in self._plans if each.copy in copies]
         kept = [each.listener for each in self._plans]
         for each in gone:
             self._directory.remove(each.copy)

@@ -59,6 +59,7 @@ class Wishes:
         is_hasty: it was asked for twice: no grace.
         restart: cause of a restart; "" for none.
         plan: what is to be served from now on; None where that is being served.
+        good: what a server became healthy with last.
         reloads: requests that nobody has begun to answer.
     """
 
@@ -67,6 +68,7 @@ class Wishes:
         self.is_hasty = False
         self.restart = ""
         self.plan: Plan | None = None
+        self.good: Plan | None = None
         self.reloads: list[Reload] = []
         self._changed = anyio.Event()
 
