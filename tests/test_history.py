@@ -37,7 +37,7 @@ def test_a_record_is_one_line_of_json_with_stable_names(tmp_path):
     assert json.loads((tmp_path / NAME).read_text()) == {
         "time": "2026-01-31T12:00:00.000Z", "service": "engine", "action": "restart",
         "cause": "engine.yaml seed 1 → 2", "result": "healthy", "seconds": 23.4,
-        "before": "a" * 64, "after": "a" * 64, "detail": "",
+        "before": "a" * 64, "after": "a" * 64, "detail": "", "from": {}, "to": {}, "phases": {},
     }  # fmt: skip
 
 

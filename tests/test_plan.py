@@ -1,8 +1,5 @@
 """The plan: what a change of values asks for, without Docker and without files."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightkeeper.supervisor import weights
-from weightkeeper.supervisor.plan import Nothing, Recreate, Restart, applied, plan, same
+from weightkeeper.supervisor.changes import same
+from weightkeeper.supervisor.keepers import Keeper
+from weightkeeper.supervisor.plan import FROM_DISK, PUBLISHED, Nothing, Recreate, Refuse, Reload, Restart, applied, plan
+from weightkeeper.supervisor.programs import Program
 from weightkeeper.supervisor.project import ConfigFile, Service, Snapshot
 
 FILE = Path("/project/engine.yaml")
@@ -24,11 +23,26 @@ DEFINITION = {
 }
 
 
+LAUNCHER = Program(("weightkeeper",), "engine", ("--", "--config", "/config/engine.yaml"))
+KEEPER = Keeper("sidecar", Program(("weightkeeper",), "serve", ("--config", "/config/engine.yaml")), FILE)
+
+
 def engine(
-    values: Mapping[str, Any] | None = None, fault: str = "", name: str = "engine", **definition: Any
+    values: Mapping[str, Any] | None = None,
+    fault: str = "",
+    name: str = "engine",
+    launcher: Program | None = None,
+    keeper: Keeper | None = None,
+    **definition: Any,
 ) -> Service:
     values = None if fault else {"model": "/model", "max-model-len": 2048} | dict(values or {})
-    return Service(name, DEFINITION | definition, True, ConfigFile(FILE, values, fault))
+    return Service(name, DEFINITION | definition, True, ConfigFile(FILE, values, fault), launcher, keeper)
+
+
+def the(actions: list[Any]) -> tuple[type, str]:
+    """Kind and cause of the only action."""
+    [action] = actions
+    return type(action), action.cause
 
 
 def project(*services: Service, **shared: Any) -> Snapshot:
@@ -60,7 +74,7 @@ def test_the_order_of_options_asks_for_nothing():
         ({}, {"enforce-eager": True}, "engine.yaml enforce-eager (unset) → true"),
         ({"enforce-eager": True}, {}, "engine.yaml enforce-eager true → (unset)"),
         ({"enforce-eager": True}, {"enforce-eager": 1}, "engine.yaml enforce-eager true → 1"),
-        ({"revision": "main"}, {"revision": None}, f"engine.yaml revision main → null {weights.NOTE}"),
+        ({"revision": "main"}, {"revision": None}, "engine.yaml revision main → null"),
         ({"middleware": ["a"]}, {"middleware": ["a", "b"]}, 'engine.yaml middleware ["a"] → ["a", "b"]'),
         ({"max-model-len": "32k"}, {"max-model-len": "32K"}, "engine.yaml max-model-len 32k → 32K"),
         ({"api-key": "old"}, {"api-key": "new"}, "engine.yaml api-key (hidden) → (hidden)"),
@@ -70,7 +84,19 @@ def test_the_order_of_options_asks_for_nothing():
 )  # fmt: skip
 def test_a_changed_option_restarts_with_both_values(before, after, cause):
     """The cause names each option that differs, its old and its new value."""
-    assert plan(project(engine(before)), project(engine(after))) == [Restart("engine", cause)]
+    assert the(plan(project(engine(before)), project(engine(after)))) == (Restart, cause)
+
+
+def test_an_engine_behind_a_launcher_is_reloaded():
+    """Its container stays; the changes are there by name and value."""
+    old, new = engine({}, launcher=LAUNCHER), engine({"max-model-len": 1024}, launcher=LAUNCHER)
+    [action] = plan(project(old), project(new))
+    assert type(action) is Reload
+    assert str(action) == "reload engine: engine.yaml max-model-len 2048 → 1024"
+    assert [(change.name, change.before, change.after) for change in action.changes] == [
+        ("max-model-len", "2048", "1024")
+    ]
+    assert action.keeper == ""
 
 
 def test_the_log_line_of_a_restart_is_stable_text():
@@ -79,17 +105,112 @@ def test_the_log_line_of_a_restart_is_stable_text():
     assert lines(old, new) == ["restart engine: engine.yaml max-model-len 2048 → 1024"]
 
 
-@pytest.mark.parametrize("option", ["dtype", "tensor-parallel-size", "no-enable-lora", "hf-overrides.rope_theta"])
-def test_an_option_that_shapes_the_weights_says_so(option):
-    """Whoever changes such an option learns that the weights held are not the ones the engine will ask for."""
-    [action] = plan(project(engine()), project(engine({option: "x"})))
-    assert action.cause == f"engine.yaml {option} (unset) → x (shapes the weights: `make load` prepares them)"
+OURS = {"load-format": "weightkeeper"}
 
 
-def test_the_note_on_weights_is_given_once():
-    """Two such options, one note."""
-    [action] = plan(project(engine()), project(engine({"dtype": "half", "model": "/other"})))
-    assert action.cause.count("make load") == 1
+@pytest.mark.parametrize(
+    "option", ["dtype", "tensor-parallel-size", "no-enable-lora", "hf-overrides.rope_theta", "new"]
+)
+def test_other_weights_are_loaded_before_the_reload(option):
+    """By the keeper that reads the same file; an option that nobody knows may shape them, too."""
+    old = engine(OURS, launcher=LAUNCHER, keeper=KEEPER)
+    new = engine({**OURS, option: "x"}, launcher=LAUNCHER, keeper=KEEPER)
+    assert lines(project(old), project(new)) == [f"load, then reload engine: engine.yaml {option} (unset) → x"]
+
+
+def test_other_weights_and_another_definition_are_a_load_and_a_recreation():
+    """One action."""
+    old = engine(OURS, launcher=LAUNCHER, keeper=KEEPER)
+    new = engine({**OURS, "dtype": "half"}, launcher=LAUNCHER, keeper=KEEPER, image="engine:2")
+    assert lines(project(old), project(new)) == [
+        "load, then recreate engine: image engine:1 → engine:2; engine.yaml dtype (unset) → half"
+    ]
+
+
+def test_weights_that_come_from_disk_need_no_load():
+    """An engine with another load format does not ask a keeper."""
+    old, new = engine({}, keeper=KEEPER), engine({"dtype": "half"}, keeper=KEEPER)
+    assert lines(project(old), project(new)) == ["restart engine: engine.yaml dtype (unset) → half"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "note"),
+    [
+        ({}, Reload, f" {FROM_DISK}"),
+        ({"publish": True, "fallback": False}, Reload, f" {PUBLISHED}"),
+        (
+            {"fallback": False}, Refuse,
+            ": other weights, no keeper is in sight, and the engine may neither publish them nor read them from disk",
+        ),
+        ('{"fallback": false}', Refuse, None),
+        ("no JSON", Reload, f" {FROM_DISK}"),
+    ],
+)  # fmt: skip
+def test_other_weights_that_no_keeper_loads(extra, kind, note):
+    """From disk, or published, where the engine may; refused where it could not start at all."""
+    values = {**OURS, "model-loader-extra-config": extra}
+    old, new = engine(values, launcher=LAUNCHER), engine({**values, "dtype": "half"}, launcher=LAUNCHER)
+    [action] = plan(project(old), project(new))
+    assert type(action) is kind
+    assert note is None or action.cause == f"engine.yaml dtype (unset) → half{note}"
+
+
+def test_a_keeper_that_reads_another_file_loads_nothing_for_this_engine():
+    """It would load what that file says."""
+    keeper = Keeper("sidecar", KEEPER.program, Path("/project/other.yaml"))
+    old, new = engine(OURS, keeper=keeper), engine({**OURS, "dtype": "half"}, keeper=keeper)
+    [action] = plan(project(old), project(new))
+    assert (action.keeper, action.cause) == ("", f"engine.yaml dtype (unset) → half {FROM_DISK}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_loaded"),
+    [
+        ({"fallback": True}, {"fallback": False}, False),
+        ({}, {"mode": "copy", "release": False}, False),
+        ({}, {"disk_load_format": "gguf"}, True),
+        ({}, {"unknown": 1}, True),
+        ({}, "text", True),
+    ],
+)
+def test_of_our_own_loader_only_some_options_shape_weights(before, after, is_loaded):
+    """What says how the keeper is asked makes no other weights."""
+    name = "model-loader-extra-config"
+    old, new = engine({**OURS, name: before}, keeper=KEEPER), engine({**OURS, name: after}, keeper=KEEPER)
+    [action] = plan(project(old), project(new))
+    assert bool(action.keeper) is is_loaded
+
+
+PORTS = [{"mode": "ingress", "target": 8000, "published": "8000", "protocol": "tcp"}]
+
+
+@pytest.mark.parametrize(
+    ("values", "ports", "reason"),
+    [
+        ({"port": 9000}, PORTS, "the container publishes port 8000; change its `ports:` and health check, too"),
+        ({"uds": "/s"}, PORTS, "the container publishes port 8000, a server on a Unix socket has none"),
+        (
+            {"host": "127.0.0.1"}, PORTS,
+            "published ports do not reach a server on the container's loopback address; use 0.0.0.0",
+        ),
+        ({"port": 9000}, [], None),
+        ({"host": "0.0.0.0"}, PORTS, None),
+        ({"port": 8000}, PORTS, None),
+    ],
+)  # fmt: skip
+def test_a_server_that_clients_could_not_reach_is_refused(values, ports, reason):
+    """The definition has to follow; then both are one recreation."""
+    old, new = engine({}, launcher=LAUNCHER, ports=ports), engine(values, launcher=LAUNCHER, ports=ports)
+    [action] = plan(project(old), project(new))
+    assert type(action) is (Refuse if reason else Reload)
+    assert reason is None or action.cause.endswith(f": {reason}")
+
+
+def test_a_port_that_both_files_change_is_one_recreation():
+    """In either order of the two saves."""
+    ports = [dict(PORTS[0], target=9000)]
+    [action] = plan(project(engine({}, ports=PORTS)), project(engine({"port": 9000}, ports=ports)))
+    assert (type(action), action.cause) == (Recreate, "ports; engine.yaml port (unset) → 9000")
 
 
 def test_a_long_value_is_cut():
@@ -112,14 +233,14 @@ def test_a_long_value_is_cut():
 )
 def test_a_changed_definition_recreates_and_names_the_fields(change, cause):
     """Names of fields and variables, no values of environments."""
-    assert plan(project(engine()), project(engine(**change))) == [Recreate("engine", cause)]
+    assert the(plan(project(engine()), project(engine(**change)))) == (Recreate, cause)
 
 
 def test_no_secret_of_an_environment_is_in_a_cause():
     """A token that was changed is named, not shown."""
     [action] = plan(project(engine()), project(engine(environment={"LEVEL": "one", "HF_TOKEN": "hf_new"})))
     assert "hf_" not in action.cause
-    assert action == Recreate("engine", "environment HF_TOKEN")
+    assert the([action]) == (Recreate, "environment HF_TOKEN")
 
 
 def test_both_kinds_of_change_are_one_recreation():
@@ -140,9 +261,9 @@ def test_services_without_the_label_are_never_acted_upon():
     """A change of the sidecar is said, with the command that applies it."""
     old = project(Service("sidecar", {"image": "a"}), engine())
     new = project(Service("sidecar", {"image": "b"}), engine({"max-model-len": 1}))
-    assert plan(old, new) == [
-        Nothing("sidecar", "image a → b changed, not supervised; apply it with `docker compose up -d sidecar`"),
-        Restart("engine", "engine.yaml max-model-len 2048 → 1"),
+    assert lines(old, new) == [
+        "keep sidecar: image a → b changed, not supervised; apply it with `docker compose up -d sidecar`",
+        "restart engine: engine.yaml max-model-len 2048 → 1",
     ]
 
 
@@ -211,26 +332,6 @@ def test_what_waits_is_not_applied():
     old, new = project(engine()), project(engine({"seed": 1}))
     assert plan(applied(old, new, waiting={"engine"}), new) == plan(old, new)
     assert plan(applied(old, new), new) == []
-
-
-def test_every_row_of_the_table_has_a_reason():
-    """The table is for people too."""
-    assert all(reason and reason == reason.strip() for reason in weights.SHAPING.values())
-
-
-@pytest.mark.vllm
-def test_every_row_of_the_table_is_an_option_of_vllm():
-    """A misspelled row would never match."""
-    script = (
-        "from vllm.entrypoints.launchers.cli_args import make_arg_parser as make\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser\n"
-        "print(*{text for action in make(Parser())._actions for text in action.option_strings})"
-    )
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    known = {text.removeprefix("--") for text in done.stdout.split()}
-    assert "max-model-len" in known
-    assert weights.SHAPING.keys() - known == set()
 
 
 values = st.recursive(

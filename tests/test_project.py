@@ -193,7 +193,7 @@ def test_a_bad_config_file_is_a_fault_of_one_line(tmp_path, content, fault):
 def test_a_yaml_fault_has_line_and_column(tmp_path):
     """Enough to find it in an editor."""
     (tmp_path / "engine.yaml").write_text("model: a\nseed: [1\nport: 2\n")
-    config = project._read_config(tmp_path / "engine.yaml")
+    config = project.read_config(tmp_path / "engine.yaml")
     assert config.fault == f"{tmp_path}/engine.yaml, line 3 column 5: expected ',' or ']', but got ':'"
 
 
@@ -542,12 +542,15 @@ def test_the_supervisor_imports_neither_torch_nor_vllm_nor_the_keeper():
     """It runs in a small image, and stands beside the rest of the package."""
     script = (
         "import json, sys; import weightkeeper.commands.supervise, weightkeeper.commands.restart\n"
-        "import weightkeeper.commands.history; print(json.dumps(sorted(sys.modules)))"
+        "import weightkeeper.commands.history, weightkeeper.commands.plan; print(json.dumps(sorted(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = json.loads(done.stdout)
     assert not {"torch", "vllm", "numpy", "safetensors"} & set(loaded)
     ours = {name for name in loaded if name.startswith("weightkeeper.") and name.count(".") == 1}
     assert ours == {
-        "weightkeeper.commands", "weightkeeper.engine_config", "weightkeeper.errors", "weightkeeper.supervisor",
+        "weightkeeper.commands", "weightkeeper.engine_config", "weightkeeper.errors", "weightkeeper.launcher",
+        "weightkeeper.layout", "weightkeeper.memory", "weightkeeper.metrics", "weightkeeper.options",
+        "weightkeeper.protocol", "weightkeeper.quantities", "weightkeeper.supervisor",
     }  # fmt: skip
+    assert {name for name in loaded if name.startswith("weightkeeper.launcher.")} == {"weightkeeper.launcher.messages"}

@@ -107,6 +107,21 @@ class Project:
         described = self.container(service)["State"]
         return described["Health"]["Status"] if described["Running"] else described["Status"]
 
+    def launcher(self) -> dict[str, Any]:
+        """The launcher's status; it has to answer."""
+        return json.loads(self.compose("exec", "-T", "engine", "weightkeeper", "engine-status", "--json"))
+
+    def server(self) -> tuple[str, str, int]:
+        """Changes when the engine's container is replaced or restarted, and when the launcher replaces its server."""
+        return *self.identity("engine"), self.launcher()["generation"]
+
+    def engine_log(self) -> str:
+        """What the launcher's present server has said, and the launcher since it started it."""
+        log = self.log("engine")
+        begin = f"generation {self.launcher()['generation']}: pid "
+        assert log.count(begin) == 1, log
+        return log[log.index(begin) :]
+
     def log(self, service: str) -> str:
         """What the service has said since its container was last started."""
         described = self.container(service)
@@ -152,18 +167,22 @@ class Project:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)["choices"][0]["message"]["content"].strip()
 
-    def wait_for_new_engine(self, before: tuple[str, str]) -> None:
-        """Until an engine that was started after `before` is healthy."""
-        until(
-            "the engine was started again and is healthy",
-            lambda: self.identity("engine") != before and self.health("engine") == "healthy",
-        )
+    def is_new(self, before: tuple[str, str, int]) -> bool:
+        """Whether another server than `before` answers."""
+        with contextlib.suppress(AssertionError, ValueError):
+            return self.server() != before and self.launcher()["state"] == "ready"
+        return False
+
+    def wait_for_new_engine(self, before: tuple[str, str, int]) -> None:
+        """Until a server that was started after `before` answers."""
+        until("the engine has another server, which answers", lambda: self.is_new(before))
 
     def mapped_bytes(self) -> int:
         """How many bytes the running engine said that it maps; its start has to have mapped them."""
-        said = MAPPED.findall(self.log("engine"))
-        assert len(said) == 1, f"the engine's log has {len(said)} lines about mapping:\n{self.log('engine')}"
-        assert not FALLBACK.search(self.log("engine"))
+        log = self.engine_log()
+        said = MAPPED.findall(log)
+        assert len(said) == 1, f"the engine's log has {len(said)} lines about mapping:\n{log}"
+        assert not FALLBACK.search(log)
         return int(said[0])
 
     def signal(self, service: str, program: str, number: int) -> None:
@@ -172,6 +191,13 @@ class Project:
         chosen = [int(line.split()[0]) for line in pids if program in line and "docker-init" not in line]
         assert len(chosen) == 1, f"{program} in {service}: {pids}"
         os.kill(chosen[0], number)
+
+    def kill_in_engine(self, name: str) -> None:
+        """SIGKILL to the server, or to the process below it whose name, of 15 letters, holds `name`."""
+        status = self.launcher()
+        others = [pid for pid, title in status["processes"].items() if name in title and int(pid) != status["pid"]]
+        (pid,) = [status["pid"]] if name == "server" else others
+        docker("exec", f"{self.name}-engine-1", "sh", "-c", f"kill -9 {pid}")
 
 
 def swap_cities(model: Path) -> None:

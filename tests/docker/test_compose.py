@@ -43,11 +43,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 
 @pytest.fixture
-def engine(project: Project) -> tuple[str, str]:
-    """The identity of a healthy engine, from which a test starts."""
+def engine(project: Project) -> tuple[str, str, int]:
+    """The container and the server of a healthy engine, from which a test starts."""
     until("the engine is healthy", lambda: project.health("engine") == "healthy")
     until("the supervisor is there", lambda: project.health("supervisor") == "healthy")
-    return project.identity("engine")
+    return project.server()
 
 
 @pytest.fixture
@@ -103,20 +103,20 @@ def test_up_again_changes_nothing(project: Project, engine, sidecar):
     settings = (project.directory / ".env").stat()
     project.script("env")
     project.compose("up", "-d", "--no-build")
-    assert project.identity("engine") == engine
+    assert project.server() == engine
     assert (project.directory / ".env").stat() == settings
 
 
 def test_restart_engine_maps_and_tells_where_the_seconds_went(project: Project, engine, sidecar):
-    """Only the engine restarts; the rows of the table add up; the history has the cause."""
+    """The same container, another server; the rows of the table add up; the history has the cause."""
     said = project.script("restart-engine")
-    assert project.identity("engine")[0] == engine[0] and project.identity("engine") != engine
+    assert project.server() == (*engine[:2], engine[2] + 1)
     assert project.mapped_bytes() >= MODEL_BYTES
     assert len(project.status()["leases"]) == 1
     rows = [line.split(" s  ") for line in said.splitlines() if " s  " in line]
     *parts, (whole, text) = [(float(seconds), name) for seconds, name in rows]
     assert sum(seconds for seconds, _ in parts) == pytest.approx(whole, abs=0.1)
-    assert {"container stopped and started", "worker: map", "first answer"} <= {name for _, name in parts}
+    assert {"asked, read and checked", "stop", "fork", "map", "first answer"} <= {name for _, name in parts}
     assert "Paris" in text
     assert "sidecar: the same container, not restarted" in said
     last = project.history()[-1]
@@ -130,16 +130,18 @@ def test_status_shows_model_bytes_lease_and_last_cause(project: Project, engine,
     told = json.loads(project.script("status", "--json"))
     assert told["keeper"]["held"]["nbytes"] >= MODEL_BYTES
     assert told["engine"]["state"] == "healthy" and told["engine"]["id"] == engine[0][:12]
+    assert (told["engine"]["launcher"]["state"], told["engine"]["launcher"]["prefork"]) == ("ready", True)
     assert "make restart-engine" in told["last_restart"]["cause"]
 
 
-def test_option_edited_in_place_restarts_the_engine_alone(project: Project, engine, sidecar):
+def test_option_edited_in_place_reloads_the_engine_alone(project: Project, engine, sidecar):
     """A saved engine.yaml is acted on by itself; the log has old → new; the weights are mapped."""
     text = project.engine_yaml.read_text()
     project.engine_yaml.write_text(text.replace("max-model-len: 2048", "max-model-len: 1024"))
     project.wait_for_new_engine(engine)
+    assert project.server() == (*engine[:2], engine[2] + 1)
     assert project.get("/v1/models")["data"][0]["max_model_len"] == 1024
-    assert project.log("supervisor").count("restart engine: engine.yaml max-model-len 2048 → 1024") == 1
+    assert project.log("supervisor").count("reload engine: engine.yaml max-model-len 2048 → 1024") == 1
     assert project.mapped_bytes() >= MODEL_BYTES
     assert "Paris" in project.answer()
 
@@ -151,7 +153,7 @@ def test_bad_edit_keeps_the_engine_until_a_right_file_comes_by_rename(project: P
     project.engine_yaml.write_text(good + "max-model-len: [512\n")
     line = good.count("\n") + 2
     until("the fault is said", lambda: f"line {line}" in project.log("supervisor"), 30)
-    assert project.identity("engine") == engine
+    assert project.server() == engine
     assert "Paris" in project.answer()
     written = project.directory / ".engine.yaml.swp"
     written.write_text(good.replace("max-model-len: 1024", "max-model-len: 512"))
@@ -164,15 +166,40 @@ def test_bad_edit_keeps_the_engine_until_a_right_file_comes_by_rename(project: P
     assert project.mapped_bytes() >= MODEL_BYTES
 
 
-@pytest.mark.parametrize("program", ["vllm serve", "VLLM::EngineCore"])
-def test_killed_engine_comes_back_by_itself_and_maps(project: Project, engine, sidecar, program: str):
-    """SIGKILL of the server or of the engine core: the container ends, Docker starts it again, weights are mapped."""
-    project.signal("engine", program, signal.SIGKILL)
+def test_what_vllm_refuses_leaves_the_engine_serving(project: Project, engine, sidecar):
+    """An edit that is YAML and no configuration: vLLM's own words in the supervisor's log, the same server goes on."""
+    good = project.engine_yaml.read_text()
+    project.engine_yaml.write_text(good + "block-size: seventeen\n")
+    until("the refusal is said", lambda: "block-size" in project.launcher()["refusal"], 60)
+    assert "seventeen" in project.log("supervisor")
+    assert project.server() == engine
+    assert "Paris" in project.answer()
+    actions = len(project.history())
+    project.engine_yaml.write_text(good)
+    until("the supervisor has seen it", lambda: "nothing to do: engine.yaml" in project.log("supervisor"), 60)
+    assert project.server() == engine and len(project.history()) == actions
+    assert "Paris" in project.answer()
+
+
+@pytest.mark.parametrize("name", ["server", "EngineCor", "Worker"])
+def test_killed_process_comes_back_by_itself_and_maps(project: Project, engine, sidecar, name: str):
+    """SIGKILL of server, engine core or worker: the same container and launcher, another server, weights mapped."""
+    project.kill_in_engine(name)
     project.wait_for_new_engine(engine)
-    assert project.identity("engine")[0] == engine[0]
+    assert project.server() == (*engine[:2], engine[2] + 1)
+    assert project.launcher()["last_exit"]["was_asked"] is False
     assert project.mapped_bytes() >= MODEL_BYTES
     assert [lease["mode"] for lease in project.status()["leases"]] == ["zero_copy"]
     assert "Paris" in project.answer()
+
+
+def test_killed_launcher_ends_the_container_and_docker_starts_it_again(project: Project, engine, sidecar):
+    """Nothing of the old server is left beside the new one."""
+    project.signal("engine", "weightkeeper engine", signal.SIGKILL)
+    project.wait_for_new_engine(engine)
+    assert project.server()[0] == engine[0] and project.server()[1] != engine[1]
+    assert project.mapped_bytes() >= MODEL_BYTES
+    assert len(project.status()["leases"]) == 1
 
 
 def test_killed_keeper_leaves_the_engine_running_and_takes_over_its_old_socket(project: Project, engine):
@@ -183,7 +210,7 @@ def test_killed_keeper_leaves_the_engine_running_and_takes_over_its_old_socket(p
     assert "Paris" in project.answer()
     until("the keeper is ready again", lambda: project.keeper_state() == "ready")
     until("the sidecar is healthy", lambda: project.health("sidecar") == "healthy", 60)
-    assert project.identity("engine") == engine and "Paris" in project.answer()
+    assert project.server() == engine and "Paris" in project.answer()
     assert project.log("sidecar").count("took over") == 1
 
 
@@ -207,9 +234,9 @@ def test_fine_tune_copied_over_the_model_is_never_served_from_the_old_weights(pr
     old = project.status()["held"]["fingerprint"]
     swap_cities(project.model)
     project.script("restart-engine", "fine-tune")
-    code, why = FALLBACK.search(project.log("engine")).groups()
+    code, why = FALLBACK.search(project.engine_log()).groups()
     assert code == "mismatch" and ".safetensors" in why
-    assert not MAPPED.search(project.log("engine"))
+    assert not MAPPED.search(project.engine_log())
     assert "London" in project.answer()
     assert project.status()["fallbacks"] == {"mismatch": 1}
     assert project.status()["leases"] == []
@@ -258,7 +285,7 @@ def test_up_with_another_model_replaces_sidecar_and_engine_once(project: Project
     actions = len(project.history())
     project.environment["MODEL"] = str(other)
     assert "London" in project.script("up")
-    assert project.identity("engine") != engine
+    assert project.identity("engine") != engine[:2]
     assert project.mapped_bytes() >= MODEL_BYTES
     assert project.status()["fallbacks"] == {} and project.status()["loads"] == 1
     assert len(project.history()) == actions, "the supervisor acted too"

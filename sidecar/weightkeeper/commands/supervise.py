@@ -1,4 +1,4 @@
-"""`weightkeeper supervise`: restart engines when their configuration was edited."""
+"""`weightkeeper supervise`: apply edits of the engines' configuration."""
 
 from pathlib import Path
 
@@ -19,12 +19,20 @@ from weightkeeper.supervisor.watch import Timing
 @click.option("--check", type=click.FloatRange(0.1, 3600), default=5.0, show_default=True,
               help="Seconds between looks at the files where no event arrives.")  # fmt: skip
 @click.option("--poll", is_flag=True, help="Use no file events: for NFS, 9p and mounts of desktop machines.")
-def command(compose: Compose, state_dir: Path, settle: float, check: float, poll: bool) -> None:
-    """Restart or recreate the labelled services of a compose project when their configuration changes.
+@click.option("--metrics-port", type=click.IntRange(0, 65535), envvar="WEIGHTKEEPER_METRICS_PORT",
+              help="Answer Prometheus there; else there are no metrics. Also WEIGHTKEEPER_METRICS_PORT.")  # fmt: skip
+@click.option("--metrics-host", default="127.0.0.1", show_default=True, envvar="WEIGHTKEEPER_METRICS_HOST",
+              help="Address for --metrics-port. Also WEIGHTKEEPER_METRICS_HOST.")  # fmt: skip
+def command(
+    compose: Compose, state_dir: Path, settle: float, check: float, poll: bool, metrics_port: int | None,
+    metrics_host: str,
+) -> None:  # fmt: skip
+    """Reload, restart or recreate the labelled services of a compose project when their configuration changes.
 
     Compose reads the project with a clean environment: only .env counts, not what this program was started with.
     """
     stop = Stop()
     stop.on_signals()
     timing = Timing(settle=settle, bound=max(5.0, 10 * settle), check=check, is_polling=poll)
-    Supervisor(Settings(compose, state_dir, timing), stop).run()
+    metrics = (metrics_host, metrics_port) if metrics_port is not None else None
+    Supervisor(Settings(compose, state_dir, timing, metrics), stop).run()

@@ -2,31 +2,36 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from docker.models.containers import Container
 
-from weightkeeper.errors import DockerLostError, NotSupervisedError, ServiceError
+from weightkeeper.errors import ConfigError, DockerLostError, NotSupervisedError, ServiceError
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.connection import Connection
 from weightkeeper.supervisor.engines import Engines, Started, is_stopped, started
 from weightkeeper.supervisor.follow import Outcome, follow
-from weightkeeper.supervisor.history import History, Record, now
+from weightkeeper.supervisor.history import History
+from weightkeeper.supervisor.launched import Launched, Replaced
+from weightkeeper.supervisor.plan import Action
+from weightkeeper.supervisor.programs import Program
+from weightkeeper.supervisor.say import tell
 from weightkeeper.supervisor.stop import Stop
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""To restart a container while Docker keeps being lost."""
-
-LEVELS = {"healthy": logging.INFO, "running": logging.INFO, "skipped": logging.WARNING, "starting": logging.WARNING}
-"""Of the line about a result; the others are errors."""
+"""To act on a container while Docker keeps being lost."""
 
 ENDING = "the supervisor was told to end"
 
+Ended = Literal["good", "kept", "bad"]
+"""What was asked for serves, or may still come to serve; what served before serves on, or again; nothing serves."""
+
 
 class Actor:
-    """Restarts and recreates the engines of one project.
+    """Reloads, restarts and recreates the engines of one project.
 
     Attributes:
         followed: ids of the containers whose fate is being told here and now.
@@ -48,41 +53,117 @@ class Actor:
         self._why_over = why_over
         self.followed: set[str] = set()
 
-    def restart(self, service: str, cause: str, is_start: bool = False) -> bool:
-        """Restart a service's containers, one after the other; whether all of them came up.
+    def reload(self, action: Action, program: Program, is_rolled_back: bool = True) -> Ended:
+        """Have a launcher check the config file and replace its server.
 
         Args:
-            is_start: start also those that are stopped; without it they are left down.
+            is_rolled_back: a configuration that does not come up is replaced by the last good one, once.
 
         Raises:
             NotSupervisedError: a container does not carry the label; nothing was done.
             DockerLostError: Docker does not answer; nothing was done.
         """
-        return self._tell("restart", service, cause, self._restart(service, is_start))
+        ended = self._tell(action, self._reload(action, program))
+        if ended != "bad" or not is_rolled_back or self._stop.is_set():
+            return ended
+        log.warning(
+            "roll back %s to the last configuration that was healthy: the new one did not come up", action.service
+        )
+        back = Action(action.service, "the new configuration did not come up")
+        ended = self._tell(back, self._reload(back, program, "--last-good"), "rollback")
+        return "kept" if ended == "good" else "bad"
 
-    def recreate(self, service: str, cause: str, compose: Compose) -> bool:
-        """Give a service containers of the present definition; whether all of them came up. Stopped ones stay.
+    def restart(self, action: Action, is_start: bool = False) -> Ended:
+        """Restart a service's containers, one after the other. Raises as `reload`.
+
+        Args:
+            is_start: start also those that are stopped; without it they are left down.
+        """
+        return self._tell(action, self._restart(action.service, is_start))
+
+    def start(self, action: Action) -> Ended:
+        """Start a service's containers and follow them. Raises as `reload`."""
+        return self._tell(action, self._start(action.service), "start")
+
+    def recreate(self, action: Action, compose: Compose, good: Mapping[str, Any] | None) -> Ended:
+        """Give a service containers of the present definition, or again of the last good one. Stopped ones stay.
+
+        Args:
+            good: the whole project as it was when this service was healthy last.
 
         Raises:
             NotSupervisedError: a container does not carry the label; nothing was done.
             DockerLostError: Docker does not answer; it can be done again, what is done by then counts.
         """
-        return self._tell("recreate", service, cause, self._recreate(service, compose))
+        ended = self._tell(action, self._recreate(action.service, compose, None))
+        if ended != "bad" or good is None or self._stop.is_set():
+            return ended
+        log.warning("roll back %s to the last definition that was healthy: the new one did not come up", action.service)
+        back = Action(action.service, "the new definition did not come up")
+        ended = self._tell(back, self._recreate(action.service, compose, good), "rollback")
+        return "kept" if ended == "good" else "bad"
 
-    def _tell(self, action: str, service: str, cause: str, outcomes: Iterator[Outcome]) -> bool:
-        is_good = True
+    def _tell(self, action: Action, outcomes: Iterator[Outcome], verb: str = "") -> Ended:
+        """Say and record each outcome; the worst of them."""
+        verb = verb or action.verb
+        found: set[Ended] = set()
         try:
             for outcome in outcomes:
-                is_good = is_good and outcome.is_good
-                log.log(LEVELS.get(outcome.result, logging.ERROR), "%s", said(action, service, outcome))
-                put(self._history, action, service, cause, outcome)
+                tell(self._history, verb, action, outcome)
+                kept = outcome.result in ("refused", "failed")
+                found.add("kept" if kept else "good" if outcome.is_good or outcome.is_open else "bad")
         except NotSupervisedError:
             raise
         except ServiceError as error:
-            is_good = False
-            log.error("%s %s failed: %s", service, action, error)
-            put(self._history, action, service, cause, Outcome("failed", 0.0, str(error)))
-        return is_good
+            found.add("bad")
+            tell(self._history, verb, action, Outcome("failed", 0.0, str(error)))
+        return "bad" if "bad" in found else "kept" if "kept" in found else "good"
+
+    def _reload(self, action: Action, program: Program, *options: str) -> Iterator[Outcome]:
+        for container in self._engines.containers(action.service):
+            if self._stop.is_set():
+                return
+            if is_stopped(container.attrs):
+                yield Outcome("skipped", 0.0, f"{container.name} is stopped", container.id, container.id)
+            elif container.attrs["State"]["Status"] != "running":
+                # It reads its file when it starts, and nobody is in there to be asked.
+                yield from self._restart_one(container)
+            else:
+                began = time.monotonic()
+                try:
+                    replaced = self._replaced(container, program, action.cause, options)
+                except ConfigError as error:
+                    replaced = Replaced("refused", str(error))
+                except ServiceError as error:  # the launcher does not answer, so nothing is known to have changed
+                    replaced = Replaced("failed", str(error))
+                seconds = time.monotonic() - began
+                yield Outcome(
+                    replaced.result, seconds, replaced.detail, container.id, container.id, replaced.phases
+                )  # fmt: skip
+
+    def _replaced(self, container: Container, program: Program, cause: str, options: tuple[str, ...]) -> Replaced:
+        """Ask once: where Docker's answer is lost, the container's start and the launcher's generation tell."""
+        launched = Launched(container, program, self._stop)
+        start, before, is_asked = started(container), None, False
+        for _ in range(ATTEMPTS):
+            try:
+                status = launched.status()
+                before = status if before is None else before
+                if status is None or before is None:
+                    return Replaced("starting", ENDING)
+                if not (is_asked and status.generation > before.generation):
+                    is_asked = True
+                    if not launched.ask_to_reload(cause, *options):
+                        return Replaced("starting", ENDING)
+                return launched.follow(before.generation, self._reason)
+            except DockerLostError:
+                self._connection.wait()
+                if self._stop.is_set():
+                    return Replaced("starting", ENDING)
+                after = started(container)
+                if after.at != start.at:
+                    return Replaced(*follow(container, after, self._reason))
+        raise ServiceError(f"Docker gave no answer to {ATTEMPTS} requests about {container.name}")
 
     def _restart(self, service: str, is_start: bool) -> Iterator[Outcome]:
         for container in self._engines.containers(service):
@@ -91,13 +172,25 @@ class Actor:
             if is_stopped(container.attrs) and not is_start:
                 yield Outcome("skipped", 0.0, f"{container.name} is stopped", container.id, container.id)
                 continue
+            yield from self._restart_one(container)
+
+    def _start(self, service: str) -> Iterator[Outcome]:
+        for container in self._engines.containers(service):
             began = time.monotonic()
             self.followed.add(container.id)
             try:
-                start = self._started_again(container)
-                yield self._follow(container, start, began, container.id)
+                yield self._follow(container, self._engines.start(container), began, container.id)
             finally:
                 self.followed.discard(container.id)
+
+    def _restart_one(self, container: Container) -> Iterator[Outcome]:
+        began = time.monotonic()
+        self.followed.add(container.id)
+        try:
+            start = self._started_again(container)
+            yield self._follow(container, start, began, container.id)
+        finally:
+            self.followed.discard(container.id)
 
     def _started_again(self, container: Container) -> Started | None:
         """Restart, once: where the answer is lost, the container's start tells whether it was done."""
@@ -114,7 +207,7 @@ class Actor:
                     return after
         raise ServiceError(f"Docker gave no answer to {ATTEMPTS} requests to restart {container.name}")
 
-    def _recreate(self, service: str, compose: Compose) -> Iterator[Outcome]:
+    def _recreate(self, service: str, compose: Compose, resolved: Mapping[str, Any] | None) -> Iterator[Outcome]:
         began = time.monotonic()
         before = {container.id: container.attrs for container in self._engines.containers(service)}
         ids = " ".join(before)
@@ -123,7 +216,7 @@ class Actor:
             return
         self.followed |= before.keys()
         try:
-            containers = self._engines.recreate(service, compose)
+            containers = self._engines.recreate(service, compose, resolved)
             self.followed |= {container.id for container in containers}
             for container in containers:
                 yield self._follow(container, started(container), began, ids)
@@ -135,9 +228,7 @@ class Actor:
         result, detail = "starting", ENDING
         while start and not self._stop.is_set():
             try:
-                result, detail = follow(
-                    container, start, lambda s: ENDING if self._stop.is_set() else self._why_over(s)
-                )
+                result, detail = follow(container, start, self._reason)
                 break
             except DockerLostError:
                 self._connection.wait()
@@ -146,43 +237,3 @@ class Actor:
 
     def _reason(self, waited: float) -> str:
         return ENDING if self._stop.is_set() else self._why_over(waited)
-
-
-def put(history: History, action: str, service: str, cause: str, outcome: Outcome) -> None:
-    """Append to the history. A full disk is said, and keeps no engine from being restarted."""
-    record = Record(
-        time=now(),
-        service=service,
-        action=action,
-        cause=cause,
-        result=outcome.result,
-        seconds=round(outcome.seconds, 3),
-        before=outcome.before,
-        after=outcome.after,
-        detail=outcome.detail,
-    )
-    try:
-        history.append(record)
-    except OSError as error:
-        log.error("the history cannot be written: %s", error)
-
-
-def said(action: str, service: str, outcome: Outcome) -> str:
-    """One line about what became of an action."""
-    after = f"{outcome.seconds:.1f} s after {action}"
-    detail = f" ({outcome.detail})" if outcome.detail else ""
-    match outcome.result:
-        case "healthy":
-            return f"{service} healthy {after}"
-        case "running":
-            return f"{service} running {after} (it has no health check)"
-        case "exited":
-            return f"{service} exited {outcome.detail} {after}: see docker logs {outcome.after[:12]}"
-        case "unhealthy":
-            return f"{service} unhealthy {after}{detail}: see docker logs {outcome.after[:12]}"
-        case "starting":
-            return f"{service} still starting {after}{detail}"
-        case "skipped":
-            return f"{service} left down: {outcome.detail}; the change counts when it is started by hand"
-        case _:
-            return f"{service} {action} failed: {outcome.detail}"

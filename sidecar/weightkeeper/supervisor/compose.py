@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,40 @@ class Compose:
         except msgspec.DecodeError as error:
             raise ConfigError(f"{_program()[0]} does not print JSON; Docker Compose 2 is needed") from error
 
-    def up(self, service: str, stop: Stop) -> None:
-        """Make the containers of one service what the files say, and start them.
+    def hashes(self, resolved: Mapping[str, Any]) -> dict[str, str]:
+        """Service → the hash that Compose writes on the label of a container made from this project.
+
+        It is taken of the resolved project: of the files themselves Compose leaves out what `env_file` brings.
+
+        Raises:
+            ComposeError: Compose refuses the project, or did not end in time.
+        """
+        output, _ = self._resolved(resolved)._run(["config", "--hash", "*"], CONFIG_SECONDS, None, resolved)
+        return dict(line.split(maxsplit=1) for line in output.splitlines() if line.strip())
+
+    def up(self, service: str, stop: Stop, resolved: Mapping[str, Any] | None = None) -> None:
+        """Make the containers of one service what the files say, or a project resolved earlier, and start them.
 
         Raises:
             ComposeError: Compose could not; what it had done by then stays.
         """
-        self._run(["up", "--detach", "--no-deps", "--no-build", service], UP_SECONDS, stop)
+        source = self if resolved is None else self._resolved(resolved)
+        source._run(["up", "--detach", "--no-deps", "--no-build", service], UP_SECONDS, stop, resolved)
 
-    def _run(self, arguments: list[str], limit_s: float, stop: Stop | None) -> tuple[str, str]:
+    def _resolved(self, resolved: Mapping[str, Any]) -> "Compose":
+        """The same project read from standard input, where `resolved` has to be given."""
+        return Compose(self.directory, (Path("-"),), (Path(os.devnull),), resolved["name"])
+
+    def _run(
+        self, arguments: list[str], limit_s: float, stop: Stop | None, resolved: Mapping[str, Any] | None = None
+    ) -> tuple[str, str]:
         command = self.command(*arguments)
+        given = None if resolved is None else msgspec.json.encode(resolved).decode()
         process = subprocess.Popen(
             command,
             cwd=self.directory if self.directory.is_dir() else "/",
             env={name: os.environ[name] for name in INHERITED if name in os.environ},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -100,9 +119,10 @@ class Compose:
             late = f"not done in {limit_s:.0f} s"
             while True:
                 try:
-                    output, errors = process.communicate(timeout=LOOK_SECONDS)
+                    output, errors = process.communicate(given, timeout=LOOK_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
+                    given = None  # it is on its way
                     if stop and stop.is_set() and late != ENDING:
                         deadline, late = time.monotonic() + LEAVE_SECONDS, ENDING
                 if time.monotonic() > deadline:

@@ -1,13 +1,13 @@
 """The engines' containers: find, restart, recreate. Docker's SDK does it, but for recreating, which is Compose's."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from docker.models.containers import Container
 
-from weightkeeper.errors import ComposeError, NotSupervisedError, ServiceError, WeightkeeperError
+from weightkeeper.errors import ComposeError, DockerLostError, NotSupervisedError, ServiceError, WeightkeeperError
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.connection import Connection, docker_answers
 from weightkeeper.supervisor.project import LABEL, one_line
@@ -79,20 +79,58 @@ class Engines:
         is_done = self._call(lambda: container.restart(timeout=STOP_SECONDS if grace is None else grace))
         return started(container) if is_done else None
 
-    def recreate(self, service: str, compose: Compose) -> list[Container]:
-        """Make a service's containers what the files say, and start them.
+    def recreate(self, service: str, compose: Compose, resolved: Mapping[str, Any] | None = None) -> list[Container]:
+        """Make a service's containers what the files say, or a project resolved earlier, and start them.
 
         Raises:
             ServiceError: Compose could not.
             DockerLostError: Docker does not answer.
         """
         try:
-            compose.up(service, self._stop)
+            compose.up(service, self._stop, resolved)
         except ComposeError as error:
             with docker_answers():
                 self._connection.client().ping()  # lost is another thing than refused
             raise ServiceError(one_line(str(error))) from error
         return self.containers(service)
+
+    def stop(self, container: Container) -> None:
+        """Stop a container with its own grace; return when it is down. Raises as `restart`."""
+        grace = container.attrs["Config"].get("StopTimeout")
+        self._call(lambda: container.stop(timeout=STOP_SECONDS if grace is None else grace))
+
+    def start(self, container: Container) -> Started | None:
+        """Start a container. As `restart`."""
+        return started(container) if self._call(container.start) else None
+
+    def orphans(self, services: Collection[str]) -> list[str]:
+        """Names of labelled containers of the project whose service is none of these; none where Docker is silent."""
+        labels = [f"{PROJECT_LABEL}={self._project}", f"{LABEL}=true"]
+        try:
+            with docker_answers():
+                found = self._connection.client().containers.list(all=True, filters={"label": labels})
+        except (ServiceError, DockerLostError):
+            return []
+        return sorted(
+            one.name
+            for one in found
+            if one.labels.get(SERVICE_LABEL) not in services and one.labels.get(ONE_OFF_LABEL) != "True"
+        )
+
+    def running(self, service: str) -> Container:
+        """The first running container of any service, labelled or not: to talk to what runs in it.
+
+        Raises:
+            ServiceError: none runs.
+            DockerLostError: Docker does not answer.
+        """
+        labels = [f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}={service}"]
+        with docker_answers():
+            found = self._connection.client().containers.list(filters={"label": labels})
+        found = [one for one in found if one.labels.get(ONE_OFF_LABEL) != "True"]
+        if not found:
+            raise ServiceError(f"{service} does not run; start it with `docker compose up -d {service}`")
+        return min(found, key=lambda one: one.name)
 
     def _call(self, work: Callable[[], object]) -> bool:
         """Wait for Docker's answer, but no longer than until we are told to end; whether it came."""

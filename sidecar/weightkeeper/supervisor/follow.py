@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -14,8 +14,11 @@ from weightkeeper.supervisor.connection import docker_answers
 from weightkeeper.supervisor.engines import Started, inspect
 from weightkeeper.supervisor.project import one_line
 
-Result = Literal["healthy", "running", "unhealthy", "exited", "starting", "gone", "failed", "skipped"]
-"""`running`: no health check, and it stays up. `starting`: not known yet when waiting ended."""
+Result = Literal[
+    "healthy", "running", "unhealthy", "exited", "starting", "gone", "failed", "skipped", "refused", "done"
+]
+"""`running`: no health check, and it stays up. `starting`: not known yet when waiting ended. `refused`: nothing was
+done, the engine goes on as it was. `done`: of what has no health."""
 
 LOOK_SECONDS = 0.25
 
@@ -37,6 +40,7 @@ class Outcome:
         detail: for people, empty where the result says it all.
         before: id of the container before the action.
         after: id of the container after it.
+        phases: name → seconds, where they went.
     """
 
     result: Result
@@ -44,10 +48,16 @@ class Outcome:
     detail: str = ""
     before: str = ""
     after: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
-        return self.result in ("healthy", "running")
+        return self.result in ("healthy", "running", "done")
+
+    @property
+    def is_open(self) -> bool:
+        """It may still come up, or is not wanted up."""
+        return self.result in ("starting", "skipped")
 
 
 def follow(container: Container, start: Started, why_over: Callable[[float], str]) -> tuple[Result, str]:

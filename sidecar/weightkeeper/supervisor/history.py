@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,11 +25,14 @@ class Record(msgspec.Struct, frozen=True):
 
     Attributes:
         time: of its end, ISO 8601 in UTC.
-        action: `restart`, `recreate`, or, not by us, `crash` and `start`.
+        action: `reload`, `restart`, `recreate`, `load`, `swap`, `rollback`, or, not by us, `crash` and `start`.
         cause: why, in words.
         result: `healthy`, `running`, `unhealthy`, `exited`, `starting`, `gone`,
-            `failed`, `skipped`.
+            `failed`, `skipped`, `refused`, `done`.
         detail: more about the result, for people.
+        from_: option or field → its value before, of what was changed; in the file it is called `from`.
+        to: likewise, after.
+        phases: name → seconds, where they went.
         seconds: from beginning to result.
         before: id of the container before.
         after: id of the container after.
@@ -44,6 +47,9 @@ class Record(msgspec.Struct, frozen=True):
     before: str = ""
     after: str = ""
     detail: str = ""
+    from_: dict[str, str] = msgspec.field(default_factory=dict, name="from")
+    to: dict[str, str] = msgspec.field(default_factory=dict)
+    phases: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 def now() -> str:
@@ -54,9 +60,13 @@ def now() -> str:
 class History:
     """The file in one state directory. Several processes may append to it."""
 
-    def __init__(self, directory: Path, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, directory: Path, max_bytes: int = MAX_BYTES, observe: Callable[[Record], None] = lambda _: None
+    ) -> None:
+        """`observe` is called with each record that is added here, whether or not it could be written."""
         self._path = directory / NAME
         self._max_bytes = max_bytes
+        self._observe = observe
 
     def check(self) -> None:
         """Refuse a directory in which nothing can be kept.
@@ -78,6 +88,7 @@ class History:
         Raises:
             OSError: the disk is full, or the directory cannot be written any more.
         """
+        self._observe(record)
         line = msgspec.json.encode(record) + b"\n"
         with self._locked():
             kept = self._kept(len(line))

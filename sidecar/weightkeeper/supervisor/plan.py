@@ -1,34 +1,36 @@
 """What to do about a change: two snapshots in, actions out. Pure; nothing here knows Docker."""
 
-import json
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weightkeeper.supervisor import weights
-from weightkeeper.supervisor.project import ConfigFile, Service, Snapshot
+from weightkeeper.supervisor import changes, keepers
+from weightkeeper.supervisor.changes import Change
+from weightkeeper.supervisor.project import Service, Snapshot
 
-NOT_IN_CONTAINER = ("build", "depends_on", "develop", "profiles", "pull_policy", "scale")
-"""Fields of a service for which Compose makes no other container (its own service hash leaves them out)."""
+FROM_DISK = "(other weights, which no keeper here loads: the engine reads them from disk)"
+PUBLISHED = "(other weights: the engine loads them and publishes them)"
 
-SECRET = re.compile(r"(^|-)(api-key|token|secret|password)$")
-"""Options whose values are not written into a log."""
-
-MAX_VALUE_CHARACTERS = 80
-"""Of one value in a cause; a JSON mapping may be a screen long."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do for one service, and why, in words."""
+    """What to do for one service, and why, in words.
+
+    Attributes:
+        changes: what is applied by it.
+        keeper: service whose keeper has to load the new weights first; "" where the weights stay.
+    """
 
     service: str
     cause: str
+    changes: tuple[Change, ...] = ()
+    keeper: str = ""
     verb: ClassVar[str]
 
     def __str__(self) -> str:
-        return f"{self.verb} {self.service}: {self.cause}"
+        return f"{f'load, then {self.verb}' if self.keeper else self.verb} {self.service}: {self.cause}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,20 @@ class Nothing(Action):
     """Keep it as it is, and say so: its file cannot be used, or it is not ours to touch."""
 
     verb = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Action):
+    """Keep it as it is: the change would leave clients without an engine. It is planned again when it changes."""
+
+    verb = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Reload(Action):
+    """Have the launcher check the config file and replace its server; the container stays."""
+
+    verb = "reload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,7 @@ def plan(old: Snapshot, new: Snapshot) -> list[Action]:
     for name in [*new.services, *(name for name in old.services if name not in new.services)]:
         actions += _plan(old.services.get(name), new.services.get(name))
     for section in new.shared:
-        if changed := _changed_names(old.shared.get(section) or {}, new.shared[section]):
+        if changed := changes.names(old.shared.get(section) or {}, new.shared[section]):
             cause = f"{section} {' '.join(changed)} changed; apply it with `docker compose up -d`"
             actions.append(Nothing("the containers", cause))
     return actions
@@ -76,17 +92,6 @@ def applied(old: Snapshot, new: Snapshot, waiting: Collection[str] = ()) -> Snap
     return replace(new, services=services)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are one to vLLM: 1, 1.0 and true are three."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) or (one != one and other != other)
-
-
 def _plan(old: Service | None, new: Service | None) -> Iterator[Action]:
     if new is None:
         yield Nothing(old.name, f"no longer in the project; end it with `docker compose rm -sf {old.name}`")
@@ -95,58 +100,68 @@ def _plan(old: Service | None, new: Service | None) -> Iterator[Action]:
     if old is None:
         yield Nothing(new.name, f"new in the project; {by_hand}")
         return
-    fields = list(_fields(old.definition, new.definition))
+    fields = tuple(changes.of_definition(old.definition, new.definition))
     if not (old.is_engine and new.is_engine):
         if fields:
-            yield Nothing(new.name, f"{', '.join(fields)} changed, not supervised; {by_hand}")
+            yield Nothing(new.name, f"{', '.join(map(str, fields))} changed, not supervised; {by_hand}")
     elif new.config and new.config.fault:
         yield Nothing(new.name, new.config.fault)
     else:
-        options = _options(old.config, new.config)
-        if fields:
-            yield Recreate(new.name, "; ".join(filter(None, [", ".join(fields), options])))
-        elif options:
-            yield Restart(new.name, options)
+        yield from _of_engine(old, new, fields)
 
 
-def _fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Fields of a definition that differ. Only plain ones with their values: environments hold secrets."""
-    for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
-        if name in NOT_IN_CONTAINER or same(before, after):
-            continue
-        if all(isinstance(value, dict | None) for value in (before, after)):
-            yield " ".join([name, *_changed_names(before or {}, after or {})])
-        elif isinstance(before, dict | list) or isinstance(after, dict | list):
-            yield name
-        else:
-            yield f"{name} {_shown(name, before)} → {_shown(name, after)}"
+def _of_engine(old: Service, new: Service, fields: tuple[Change, ...]) -> Iterator[Action]:
+    options = tuple(changes.of_options(old.config, new.config))
+    texts = [", ".join(map(str, fields))] if fields else []
+    if options:
+        texts.append(f"{new.config.path.name} {', '.join(map(str, options))}")
+    elif new.config and (old.config is None or old.config.values is None):
+        texts.append(f"{new.config.path.name} can be used now; what the engine runs with is not known")
+    if not texts:
+        return
+    cause = "; ".join(texts)
+    if reason := _out_of_reach(new, options):
+        yield Refuse(new.name, f"{cause}: {reason}", options)
+        return
+    keeper, note = "", ""
+    if any(change.effect and change.effect.kind == "weights" for change in options):
+        keeper, note, reason = _weights(new)
+        if reason:
+            yield Refuse(new.name, f"{cause}: {reason}", fields + options)
+            return
+    kind = Recreate if fields else Reload if new.launcher else Restart
+    yield kind(new.name, " ".join(filter(None, [cause, note])), fields + options, keeper)
 
 
-def _options(old: ConfigFile | None, new: ConfigFile | None) -> str:
-    """The options that differ between two config files, with both values; empty when none does."""
-    if new is None or new.values is None:
+def _weights(new: Service) -> tuple[str, str, str]:
+    """Of an engine that needs other weights: the keeper that loads them; else a note, or why it is refused."""
+    values = new.config.values
+    if not keepers.uses_keeper(values):
+        return "", "", ""
+    if new.keeper and new.keeper.config == new.config.path:
+        return new.keeper.service, "", ""
+    given = keepers.loader_options(values)
+    if given.get("publish") is True:
+        return "", PUBLISHED, ""
+    if given.get("fallback") is False:
+        where = f"the keeper of {new.keeper.service} reads another file" if new.keeper else "no keeper is in sight"
+        return "", "", f"other weights, {where}, and the engine may neither publish them nor read them from disk"
+    return "", FROM_DISK, ""
+
+
+def _out_of_reach(new: Service, options: tuple[Change, ...]) -> str:
+    """Why clients would not reach a server with these options; "" where they would, as far as that can be seen."""
+    published = [entry for entry in new.definition.get("ports") or () if isinstance(entry, Mapping)]
+    changed = {change.name for change in options}
+    values: Mapping[str, Any] = new.config.values if new.config and new.config.values else {}
+    if not published:
         return ""
-    if old is None or old.values is None:
-        return f"{new.path.name} can be used now; what the engine runs with is not known"
-    unset = object()
-    changes, notes = [], []
-    for option in [*new.values, *(option for option in old.values if option not in new.values)]:
-        before, after = old.values.get(option, unset), new.values.get(option, unset)
-        if not same(before, after):
-            texts = ["(unset)" if value is unset else _shown(option, value) for value in (before, after)]
-            changes.append(f"{option} {' → '.join(texts)}")
-            notes += [weights.NOTE] if weights.shapes(option) and not notes else []
-    return " ".join([f"{new.path.name} {', '.join(changes)}", *notes]) if changes else ""
-
-
-def _changed_names(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted(old.keys() | new.keys()) if not same(old.get(name), new.get(name))]
-
-
-def _shown(name: str, value: Any) -> str:
-    if SECRET.search(name):
-        return "(hidden)"
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = " ".join(text.split()) if text.strip() else repr(text)
-    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}…"
+    targets = sorted({str(entry.get("target")) for entry in published})
+    port = str(values.get("port", 8000))
+    if "uds" in changed and values.get("uds"):
+        return f"the container publishes port {' '.join(targets)}, a server on a Unix socket has none"
+    if "port" in changed and port not in targets:
+        return f"the container publishes port {' '.join(targets)}; change its `ports:` and health check, too"
+    if "host" in changed and values.get("host") in LOOPBACK:
+        return "published ports do not reach a server on the container's loopback address; use 0.0.0.0"
+    return ""

@@ -1,14 +1,19 @@
 """A compose project at one moment, as plain values that can be compared."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weightkeeper import engine_config
 from weightkeeper.errors import ConfigError
-from weightkeeper.supervisor import arguments, files
+from weightkeeper.supervisor import arguments, files, keepers, programs
 from weightkeeper.supervisor.compose import Compose
+from weightkeeper.supervisor.keepers import Keeper
+from weightkeeper.supervisor.programs import Program
 
 LABEL = "weightkeeper.supervise"
 """A service whose label has the value `true` is an engine; nothing else is ever acted upon."""
@@ -25,11 +30,13 @@ class ConfigFile:
         path: where it lies, seen from here.
         values: option → value; None while the file cannot be used.
         fault: why it cannot be used, in one line; empty otherwise.
+        text: what it holds, as far as it could be read.
     """
 
     path: Path
     values: Mapping[str, Any] | None
     fault: str = ""
+    text: bytes = field(default=b"", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +47,25 @@ class Service:
         definition: what Compose resolves for it, with the `configs:` and `secrets:` that it uses.
         is_engine: carries LABEL.
         config: an engine's vLLM config file; None where its command has none that can be seen from here.
+        launcher: our launcher in an engine's container; None where it runs something else.
+        keeper: that an engine can take its weights from.
+        hash: Compose's own of the definition, as it is on a container's label; "" where it is not known.
     """
 
     name: str
     definition: Mapping[str, Any]
     is_engine: bool = False
     config: ConfigFile | None = None
+    launcher: Program | None = None
+    keeper: Keeper | None = None
+    hash: str = ""
+
+    @property
+    def key(self) -> str:
+        """Equal for two moments in which the definition, and the text of the config file, are the same."""
+        text = self.config.text + self.config.fault.encode() if self.config else b""
+        definition = msgspec.json.encode(self.definition, order="deterministic")
+        return hashlib.sha256(definition + b"\0" + text).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +76,14 @@ class Snapshot:
         services: by name, in Compose's order.
         shared: the sections of SHARED.
         notices: what a person should know about it: Compose's warnings, files that cannot be watched.
+        resolved: the project as Compose gave it; Compose takes it back as a file.
     """
 
     name: str
     services: Mapping[str, Service]
     shared: Mapping[str, Any]
     notices: tuple[str, ...] = ()
+    resolved: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def engines(self) -> list[Service]:
@@ -79,11 +101,13 @@ def read(compose: Compose) -> Snapshot:
         ComposeError: Compose refuses the project. A config file that cannot be used is only its service's fault.
     """
     resolved, warnings = compose.config()
-    return snapshot(resolved, warnings)
+    return snapshot(resolved, warnings, compose.hashes(resolved))
 
 
-def snapshot(resolved: Mapping[str, Any], warnings: tuple[str, ...] = ()) -> Snapshot:
-    """As `read`, for a project that is resolved already."""
+def snapshot(
+    resolved: Mapping[str, Any], warnings: tuple[str, ...] = (), hashes: Mapping[str, str] | None = None
+) -> Snapshot:
+    """As `read`, for a project that is resolved already; `hashes` are service → Compose's hash."""
     services: dict[str, Service] = {}
     notices = list(warnings)
     for name, given in (resolved.get("services") or {}).items():
@@ -95,11 +119,21 @@ def snapshot(resolved: Mapping[str, Any], warnings: tuple[str, ...] = ()) -> Sna
         if str((definition.get("labels") or {}).get(LABEL, "")).lower() == "true":
             config, more = _config(name, given, resolved)
             notices += more
-            services[name] = Service(name, definition, True, config)
+            services[name] = Service(
+                name, definition, True, config,
+                launcher=_launcher(given),
+                keeper=keepers.of_engine(given, resolved),
+                hash=(hashes or {}).get(name, ""),
+            )  # fmt: skip
         else:
-            services[name] = Service(name, definition)
+            services[name] = Service(name, definition, hash=(hashes or {}).get(name, ""))
     shared = {section: resolved.get(section) or {} for section in SHARED}
-    return Snapshot(resolved["name"], services, shared, tuple(dict.fromkeys(notices)))
+    return Snapshot(resolved["name"], services, shared, tuple(dict.fromkeys(notices)), resolved)
+
+
+def _launcher(definition: Mapping[str, Any]) -> Program | None:
+    program = programs.find(arguments.words(definition), "engine")
+    return None if program and program.has("--no-control") else program
 
 
 def _config(
@@ -119,16 +153,26 @@ def _config(
             f"{name} mounts the single file {place.path}: after a save by rename it sees the old one until it is"
             " restarted; mount the directory"
         )
-    return _read_config(place.path), notices
+    return read_config(place.path), notices
 
 
-def _read_config(path: Path) -> ConfigFile:
+def read_config(path: Path, source: Path | None = None) -> ConfigFile:
+    """The config file at `path`, with the content of `source` where that is given."""
     try:
-        return ConfigFile(path, engine_config.parse(files.read(path), str(path)))
+        text = files.read(source or path)
     except ConfigError as error:
         return ConfigFile(path, None, one_line(str(error)))
+    return parse_config(path, text)
+
+
+def parse_config(path: Path, text: bytes) -> ConfigFile:
+    """A config file that holds this text."""
+    try:
+        return ConfigFile(path, engine_config.parse(text, str(path)), text=text)
+    except ConfigError as error:
+        return ConfigFile(path, None, one_line(str(error)), text)
     except (ValueError, RecursionError) as error:  # a date like 2026-13-01; a thousand brackets
-        return ConfigFile(path, None, one_line(f"{path}: not readable as YAML: {error}"))
+        return ConfigFile(path, None, one_line(f"{path}: not readable as YAML: {error}"), text)
 
 
 def one_line(text: str) -> str:

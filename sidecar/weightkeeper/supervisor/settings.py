@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from weightkeeper.errors import ConfigError
 from weightkeeper.supervisor.compose import Compose
@@ -37,6 +38,11 @@ def project_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(compose=named(directory, files, env_files, name), **rest)
 
     return with_compose
+
+
+def is_here() -> bool:
+    """Whether no project directory was given, so that a container's own project is meant."""
+    return click.get_current_context().get_parameter_source("directory") is ParameterSource.DEFAULT
 
 
 def named(directory: Path, files: tuple[Path, ...], env_files: tuple[Path, ...], name: str | None) -> Compose:

@@ -1,63 +1,155 @@
-"""Which of vLLM's options shape the weights that a keeper holds, so that a change needs other weights."""
+"""New weights for an engine, without touching the sidecar's container: its keeper is asked to load them."""
 
-SHAPING: dict[str, str] = {
-    "model": "other weights",
-    "revision": "other weights",
-    "code-revision": "the model's own code decides how they are loaded",
-    "trust-remote-code": "the model's own code decides how they are loaded",
-    "hf-config-path": "the configuration decides the shapes",
-    "hf-overrides": "the configuration decides the shapes",
-    "config-format": "decides which configuration is read",
-    "model-class-overrides": "other modules hold them differently",
-    "model-impl": "vLLM's and Transformers' modules hold them differently",
-    "convert": "adds or drops a head",
-    "runner": "adds or drops a head",
-    "dtype": "they are converted while loading",
-    "quantization": "they are quantized or repacked while loading",
-    "quantization-config": "they are quantized or repacked while loading",
-    "kv-cache-dtype": "decides which scales are kept beside them",
-    "kv-cache-dtype-skip-layers": "decides which scales are kept beside them",
-    "load-format": "decides which files are read, and how",
-    "model-loader-extra-config": "decides which files are read, and how",
-    "ignore-patterns": "decides which files are read",
-    "tensor-parallel-size": "each device holds another part",
-    "pipeline-parallel-size": "each device holds another part",
-    "data-parallel-size": "each device holds another part of the experts",
-    "decode-context-parallel-size": "decides how attention heads are spread",
-    "prefill-context-parallel-size": "decides how attention heads are spread",
-    "enable-expert-parallel": "each device holds other experts",
-    "expert-placement-strategy": "each device holds other experts",
-    "enable-ep-weight-filter": "each device holds other experts",
-    "enable-eplb": "experts are held more than once",
-    "eplb-config": "experts are held more than once",
-    "all2all-backend": "decides the layout of the experts",
-    "moe-backend": "decides the layout of the experts",
-    "linear-backend": "decides the layout of linear layers",
-    "attention-backend": "decides the layout of attention's weights",
-    "attention-config": "decides the layout of attention's weights",
-    "kernel-config": "decides the layout of layers",
-    "enable-lora": "layers are wrapped and padded for adapters",
-    "max-loras": "layers are wrapped and padded for adapters",
-    "max-lora-rank": "layers are wrapped and padded for adapters",
-    "lora-dtype": "layers are wrapped and padded for adapters",
-    "lora-target-modules": "layers are wrapped and padded for adapters",
-    "fully-sharded-loras": "layers are wrapped and padded for adapters",
-    "limit-mm-per-prompt": "a modality of which none is allowed is not loaded",
-    "language-model-only": "only the language model is loaded",
-    "mm-encoder-only": "only the encoder is loaded",
-    "mm-encoder-tp-mode": "each device holds the whole encoder or a part",
-    "speculative-config": "a draft model's weights come beside them",
-    "spec-method": "a draft model's weights come beside them",
-    "spec-model": "a draft model's weights come beside them",
-    "cpu-offload-gb": "some of them lie in the host's memory",
-    "offload-backend": "some of them lie in the host's memory",
-}
-"""Option → why. The rest of the options leave the weights as they are."""
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-NOTE = "(shapes the weights: `make load` prepares them)"
+import msgspec
+from docker.models.containers import Container
+
+from weightkeeper.errors import ServiceError
+from weightkeeper.protocol import Status
+from weightkeeper.quantities import bytes_text
+from weightkeeper.supervisor import inside, keepers
+from weightkeeper.supervisor.act import Actor
+from weightkeeper.supervisor.engines import Engines, is_stopped
+from weightkeeper.supervisor.follow import Outcome
+from weightkeeper.supervisor.history import History
+from weightkeeper.supervisor.keepers import Keeper
+from weightkeeper.supervisor.plan import Action
+from weightkeeper.supervisor.project import Service
+from weightkeeper.supervisor.say import tell
+from weightkeeper.supervisor.stop import Stop
+
+log = logging.getLogger(__name__)
+
+ASK_SECONDS = 60.0
+"""For an answer about headers and memory; headers may lie on a network file system."""
+
+LOAD_SECONDS = 6 * 3600.0
+"""For a load. The keeper itself sets no limit."""
+
+LOOK_SECONDS = 0.5
+
+Supply = Literal["held", "started", "refused", "failed"]
+"""The keeper holds the new weights; so it does, and engines were stopped for it and started again; nothing was done;
+engines were stopped, and started again without them."""
 
 
-def shapes(option: str) -> bool:
-    """Whether a change of an option makes other weights; `no-X` and `X.part` count as `X`."""
-    name = option.split(".")[0]
-    return name in SHAPING or name.removeprefix("no-") in SHAPING
+class Room(msgspec.Struct, frozen=True):
+    """What `weightkeeper room` says, in bytes; `free` is None where it cannot be known."""
+
+    needed: int
+    free: int | None
+    bound: str = ""
+
+    @property
+    def is_enough(self) -> bool:
+        return self.free is not None and self.needed <= self.free
+
+
+@dataclass(slots=True)
+class Weights:
+    """Asks the keepers of one project for new weights."""
+
+    engines: Engines
+    actor: Actor
+    history: History
+    stop: Stop
+
+    def supply(self, action: Action, service: Service, sharing: Iterable[Service]) -> Supply:
+        """Have the keeper hold what the engine's config file asks for now.
+
+        Args:
+            action: that needs the weights.
+            service: the engine, as it is to become.
+            sharing: all engines on the same keeper, this one too.
+
+        Raises:
+            DockerLostError: Docker does not answer.
+        """
+        keeper = service.keeper
+        try:
+            container = self.engines.running(keeper.service)
+            room = self._room(container, keeper)
+            if room is None:
+                return "refused"
+            if room.is_enough:
+                return self._load(action, keeper, container)
+            text = _too_little(room)
+            if keepers.policy(service.definition) != "swap":
+                remedy = f"label {keepers.POLICY_LABEL}: swap lets the engine be stopped meanwhile"
+                self._tell(action, "load", Outcome("refused", 0.0, f"{text}; {remedy}"))
+                return "refused"
+            log.warning("swap the weights of %s: %s", action.service, text)
+            return self._swap(action, keeper, container, [each.name for each in sharing])
+        except ServiceError as error:
+            self._tell(action, "load", Outcome("refused", 0.0, f"the keeper cannot be asked: {error}"))
+            return "refused"
+
+    def _room(self, container: Container, keeper: Keeper) -> Room | None:
+        config = keeper.program.option("--config")
+        done = self._run(container, keeper, ASK_SECONDS, "room", *(("--config", config) if config else ()))
+        if done is None:
+            return None
+        if done.code:
+            raise ServiceError(done.reason)
+        return msgspec.json.decode(done.output, type=Room)
+
+    def _load(self, action: Action, keeper: Keeper, container: Container) -> Supply:
+        began = time.monotonic()
+        self._wait_for_quiet(container, keeper)
+        done = self._run(container, keeper, LOAD_SECONDS, "load", "--wait")
+        seconds = time.monotonic() - began
+        if done is None:
+            return "refused"
+        if done.code:
+            detail = f"the new weights cannot be loaded: {done.reason}"
+            self._tell(action, "load", Outcome("refused", seconds, detail))
+            return "refused"
+        said = done.output.strip().rpartition("\n")[2]
+        self._tell(action, "load", Outcome("done", seconds, said, container.id, container.id))
+        return "held"
+
+    def _wait_for_quiet(self, container: Container, keeper: Keeper) -> None:
+        """A load that runs may have read the file of before."""
+        while not self.stop.is_set():
+            done = self._run(container, keeper, ASK_SECONDS, "status", "--json")
+            if done is None or done.code or msgspec.json.decode(done.output, type=Status).loading is None:
+                return
+            self.stop.wait(LOOK_SECONDS)
+
+    def _swap(self, action: Action, keeper: Keeper, container: Container, services: list[str]) -> Supply:
+        stopped = self._stop_engines(services)
+        try:
+            done = self._run(container, keeper, ASK_SECONDS, "release", "--force")
+            if done is not None and done.code:
+                raise ServiceError(done.reason)
+            return "started" if done and self._load(action, keeper, container) == "held" else "failed"
+        finally:
+            for name in stopped:
+                self.actor.start(Action(name, f"the weights of {keeper.service} were swapped"))
+
+    def _stop_engines(self, services: list[str]) -> list[str]:
+        stopped = []
+        for name in services:
+            for container in self.engines.containers(name):
+                if not is_stopped(container.attrs):
+                    self.engines.stop(container)
+                    stopped.append(name)
+        return list(dict.fromkeys(stopped))
+
+    def _run(self, container: Container, keeper: Keeper, limit_s: float, *command: str) -> inside.Done | None:
+        return inside.run(container, keeper.program.command(*command), limit_s, self.stop)
+
+    def _tell(self, action: Action, verb: str, outcome: Outcome) -> None:
+        tell(self.history, verb, action, outcome)
+
+
+def _too_little(room: Room) -> str:
+    if room.free is None:
+        return f"old and new weights may not fit beside each other: {room.bound}"
+    needed, free = bytes_text(room.needed), bytes_text(room.free)
+    return f"the new weights need {needed} beside the old ones, {free} are free ({room.bound})"

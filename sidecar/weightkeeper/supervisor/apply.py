@@ -1,0 +1,222 @@
+"""What is applied to the engines, what was tried in vain, and how an action of a plan is carried out."""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from docker.models.containers import Container
+
+from weightkeeper.errors import DockerLostError, ServiceError
+from weightkeeper.supervisor import options, origin
+from weightkeeper.supervisor.act import Actor, Ended
+from weightkeeper.supervisor.compose import Compose
+from weightkeeper.supervisor.engines import Engines
+from weightkeeper.supervisor.follow import Outcome, nanoseconds
+from weightkeeper.supervisor.history import History
+from weightkeeper.supervisor.plan import Action, Nothing, Recreate, Refuse, Reload, applied
+from weightkeeper.supervisor.project import Service, Snapshot
+from weightkeeper.supervisor.say import tell
+from weightkeeper.supervisor.state import Applied, State, of_service
+from weightkeeper.supervisor.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+class Applier:
+    """The engines of one project.
+
+    Attributes:
+        now: the project as far as it is applied; to be read after `begin`.
+    """
+
+    now: Snapshot
+
+    def __init__(
+        self, engines: Engines, actor: Actor, weights: Weights, state: State, history: History
+    ) -> None:  # fmt: skip
+        self._engines = engines
+        self._actor = actor
+        self._weights = weights
+        self._state = state
+        self._history = history
+        self._tried: dict[str, str] = {}
+        self._vain: dict[str, Service] = {}
+        self._started: dict[str, str] = {}
+        self._good: dict[str, Mapping[str, Any]] = {}
+        self._supplied: dict[str, Mapping[str, Any]] = {}
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Find out what is applied: by what was written down last, and by the containers that run.
+
+        Raises:
+            DockerLostError: Docker does not answer.
+        """
+        written = self._state.read()
+        services = dict(snapshot.services)
+        for engine in snapshot.engines:
+            before = written.get(engine.name)
+            if before and before.failed:
+                self._tried[engine.name] = before.failed
+            if before and before.good:
+                self._good[engine.name] = before.good
+            services[engine.name] = self._found(engine, before)
+        self.now = replace(snapshot, services=services)
+        for engine in snapshot.engines:
+            if services[engine.name].hash == engine.hash:
+                self._good.setdefault(engine.name, snapshot.resolved)
+
+    def untried(self, actions: list[Action], snapshot: Snapshot) -> list[Action]:
+        """Without what was tried for the same files already, and did not come up."""
+        keys = {name: service.key for name, service in snapshot.services.items()}
+        for name in [name for name, key in self._tried.items() if key != keys.get(name)]:
+            del self._tried[name]
+            self._vain.pop(name, None)
+        return [one for one in actions if isinstance(one, Nothing) or one.service not in self._tried]
+
+    def settle(self) -> None:
+        """Count what was tried in vain as applied where the container was started since: it has read its file then.
+
+        Raises:
+            DockerLostError: Docker does not answer.
+        """
+        for name, service in list(self._vain.items()):
+            if self._start_of(name) != self._started.get(name):
+                before = self.now.services[name]
+                self.now = replace(
+                    self.now, services={**self.now.services, name: replace(before, config=service.config)}
+                )
+                del self._tried[name], self._vain[name]
+
+    def take(self, snapshot: Snapshot, waiting: Collection[str]) -> None:
+        """Count a snapshot as applied, but for what waits and what was tried in vain."""
+        self.now = applied(self.now, snapshot, {*waiting, *self._tried})
+        self._write()
+
+    def apply(self, action: Action, snapshot: Snapshot, compose: Compose) -> Ended:
+        """Carry out one action.
+
+        Raises:
+            NotSupervisedError: its container does not carry the label; nothing was done.
+            DockerLostError: Docker does not answer.
+        """
+        service = snapshot.services[action.service]
+        ended = self._ended(action, service, snapshot, compose)
+        if ended == "kept":
+            self._tried[service.name], self._vain[service.name] = service.key, service
+        else:
+            self.now = replace(self.now, services={**self.now.services, service.name: service})
+            self._supplied.pop(service.name, None)
+        if ended == "good":
+            self._good[service.name] = snapshot.resolved
+        self._write()
+        return ended
+
+    def restore_weights(self, snapshot: Snapshot, acted: Collection[str]) -> bool:
+        """Have keepers load again what engines go on with, where they hold what was tried in vain; whether any did."""
+        has_asked = False
+        for name, supplied in list(self._supplied.items()):
+            service = snapshot.services.get(name)
+            if name in acted or service is None or service.config is None or service.config.values is None:
+                continue
+            if (wanted := _shaping(service)) != supplied:
+                has_asked = True
+                action = Action(name, f"{service.config.path.name} asks for the weights of before again")
+                if self._weights.supply(action, service, self._sharing(service, snapshot)) in ("held", "started"):
+                    self._supplied[name] = wanted
+        return has_asked
+
+    def _ended(self, action: Action, service: Service, snapshot: Snapshot, compose: Compose) -> Ended:
+        if isinstance(action, Recreate) and (ended := self._is_ours(action, service)):
+            return ended
+        if action.keeper and self._supplied.get(service.name) != (wanted := _shaping(service)):
+            supply = self._weights.supply(action, service, self._sharing(service, snapshot))
+            if supply == "refused":
+                return "kept"
+            for each in self._sharing(service, snapshot):
+                self._supplied[each.name] = wanted
+            if supply in ("started", "failed") and not isinstance(action, Recreate):
+                return "good" if supply == "started" else "bad"
+        if isinstance(action, Recreate):
+            return self._actor.recreate(action, compose, self._good.get(service.name))
+        if isinstance(action, Reload):
+            return self._actor.reload(action, service.launcher)
+        return self._actor.restart(action)
+
+    def _is_ours(self, action: Action, service: Service) -> Ended | None:
+        """How a recreation ended before it began: it was done already, or the container is not made from our files."""
+        before = self.now.services[service.name]
+        for container in self._engines.containers(service.name):
+            if origin.is_made_from(container, before):
+                continue
+            if origin.is_made_from(container, service):
+                log.info("%s: its container is made from these files already", service.name)
+                return "good"
+            detail = _foreign(container, before)
+            refused = Refuse(action.service, action.cause, action.changes)
+            tell(self._history, action.verb, refused, Outcome("refused", 0.0, detail, container.id, container.id))
+            return "kept"
+        return None
+
+    def _found(self, engine: Service, before: Applied | None) -> Service:
+        """An engine as its containers have it, as far as that can be known."""
+        try:
+            containers = self._engines.containers(engine.name)
+        except ServiceError:
+            return engine
+        for container in containers:
+            if before and before.hash and container.labels.get(origin.HASH_LABEL) == before.hash != engine.hash:
+                engine = replace(engine, definition=before.definition, hash=before.hash)
+            elif not origin.is_made_from(container, engine):
+                log.warning("%s: %s", engine.name, _foreign(container, engine))
+            at = container.attrs["State"]["StartedAt"]
+            if before and before.path and (before.started == at or not _is_read_at(engine, at)):
+                engine = replace(engine, config=before.service(engine).config)
+        return engine
+
+    @staticmethod
+    def _sharing(service: Service, snapshot: Snapshot) -> list[Service]:
+        return [each for each in snapshot.engines if each.keeper == service.keeper and each.config == service.config]
+
+    def _write(self) -> None:
+        written = {}
+        for engine in self.now.engines:
+            try:
+                self._started[engine.name] = started = self._start_of(engine.name)
+            except DockerLostError:
+                return  # what is there is nearer to the truth
+            tried, good = self._tried.get(engine.name, ""), self._good.get(engine.name, {})
+            written[engine.name] = of_service(engine, started, tried, good)
+        self._state.write(written)
+
+    def _start_of(self, name: str) -> str:
+        """When the containers of a service were started; "" where there is none."""
+        try:
+            return " ".join(one.attrs["State"]["StartedAt"] for one in self._engines.containers(name))
+        except ServiceError:
+            return ""
+
+
+def _is_read_at(engine: Service, started: str) -> bool:
+    """Whether a container that was started then has read the config file as it is now."""
+    if engine.config is None:
+        return True
+    try:
+        status = engine.config.path.stat()
+    except OSError:
+        return False
+    return max(status.st_mtime_ns, status.st_ctime_ns) < nanoseconds(started)
+
+
+def _shaping(service: Service) -> Mapping[str, Any]:
+    """The options of an engine that shape its weights."""
+    values = service.config.values if service.config and service.config.values else {}
+    return {name: value for name, value in values.items() if options.effect(name).kind == "weights"}
+
+
+def _foreign(container: Container, service: Service) -> str:
+    return (
+        f"its container {container.name} was made with other values than Compose resolves here"
+        f" ({origin.differences(container, service)}); put them into .env, or run"
+        f" `docker compose up -d {service.name}` yourself"
+    )

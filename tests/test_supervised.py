@@ -1,0 +1,227 @@
+"""What the supervisor reads off containers and files before it acts: programs, keepers, origins, its own record."""
+
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightkeeper.errors import ConfigError
+from weightkeeper.supervisor import keepers, origin, programs, project
+from weightkeeper.supervisor.alone import Alone
+from weightkeeper.supervisor.compose import Compose
+from weightkeeper.supervisor.inside import Done
+from weightkeeper.supervisor.project import ConfigFile, Service
+from weightkeeper.supervisor.state import State, of_service
+
+
+@pytest.mark.parametrize(
+    ("words", "called", "options"),
+    [
+        (["weightkeeper", "engine", "--", "m"], ["weightkeeper"], ("--", "m")),
+        (["engine-entrypoint", "/opt/venv/bin/weightkeeper", "engine"], ["/opt/venv/bin/weightkeeper"], ()),
+        (["python3", "-m", "weightkeeper.cli", "engine", "m"], ["python3", "-m", "weightkeeper.cli"], ("m",)),
+        (["exec", "weightkeeper", "engine", "--name", "a"], ["weightkeeper"], ("--name", "a")),
+    ],
+)
+def test_a_launcher_is_found_in_a_command(words, called, options):
+    """Behind an entrypoint, by its path, as a module, in a script."""
+    program = programs.find(words, "engine")
+    assert (list(program.words), program.options) == (called, options)
+
+
+@pytest.mark.parametrize("words", [[], ["weightkeeper"], ["vllm", "serve", "engine"], ["weightkeeper", "serve"]])
+def test_another_program_is_none(words):
+    """A word alone does not make one."""
+    assert programs.find(words, "engine") is None
+
+
+def test_a_command_for_the_same_container_has_its_name_and_its_sockets():
+    """In either spelling; what follows `--` is the server's."""
+    words = "weightkeeper engine --name a --socket-dir=/run/s -- --name other --no-control"
+    program = programs.find(words.split(), "engine")
+    assert program.command("engine-status", "--json") == [
+        "weightkeeper", "engine-status", "--name", "a", "--socket-dir", "/run/s", "--json",
+    ]  # fmt: skip
+    assert not program.has("--no-control")
+
+
+def resolved(**engine: Any) -> dict[str, Any]:
+    sockets = {"type": "volume", "source": "sockets", "target": "/run/weightkeeper"}
+    config = {"type": "bind", "source": "/project", "target": "/config"}
+    return {
+        "name": "t",
+        "services": {
+            "engine": {"volumes": [sockets, config], "command": ["weightkeeper", "engine", "--", "m"], **engine},
+            "sidecar": {
+                "volumes": [sockets, config],
+                "command": ["weightkeeper", "serve", "--config", "/config/engine.yaml"],
+            },
+        },
+    }
+
+
+def test_the_keeper_of_an_engine_is_the_one_whose_sockets_it_mounts():
+    """With the config file that this keeper reads, seen from here."""
+    whole = resolved()
+    keeper = keepers.of_engine(whole["services"]["engine"], whole)
+    assert (keeper.service, keeper.config) == ("sidecar", Path("/project/engine.yaml"))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"volumes": []},
+        {"volumes": [{"type": "volume", "source": "others", "target": "/run/weightkeeper"}]},
+        {"environment": {"WEIGHTKEEPER_SOCKET_DIR": "/elsewhere"}},
+    ],
+)
+def test_an_engine_with_other_sockets_has_no_keeper(engine):
+    """Its weights are somebody else's."""
+    whole = resolved(**engine)
+    assert keepers.of_engine(whole["services"]["engine"], whole) is None
+
+
+def test_the_policy_is_refuse_unless_the_label_says_swap():
+    """An engine is never taken down by default."""
+    assert keepers.policy({}) == keepers.policy({"labels": {keepers.POLICY_LABEL: "maybe"}}) == "refuse"
+    assert keepers.policy({"labels": {keepers.POLICY_LABEL: "swap"}}) == "swap"
+
+
+def test_a_launcher_without_a_control_socket_counts_as_none():
+    """Nobody in there can be asked."""
+    labels = {"labels": {project.LABEL: "true"}}
+    for command, is_there in (("weightkeeper engine -- m", True), ("weightkeeper engine --no-control -- m", False)):
+        whole = resolved(command=command.split(), **labels)
+        assert (project.snapshot(whole).services["engine"].launcher is not None) is is_there
+
+
+def container(**config: Any) -> Any:
+    labels = config.pop("Labels", {})
+    ports = config.pop("Ports", {})
+    attrs = {"Config": {"Env": [], "Labels": labels, **config}, "HostConfig": {"PortBindings": ports}}
+    return SimpleNamespace(attrs=attrs, labels=labels)
+
+
+def test_a_container_is_made_from_a_definition_where_composes_hashes_agree():
+    """Where one side has none, there is nothing to compare."""
+    service = Service("engine", {}, True, hash="a" * 64)
+    assert origin.is_made_from(container(Labels={origin.HASH_LABEL: "a" * 64}), service)
+    assert not origin.is_made_from(container(Labels={origin.HASH_LABEL: "b" * 64}), service)
+    assert origin.is_made_from(container(), service)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"Env": ["TOKEN=other", "PATH=/bin"]}, "environment TOKEN"),
+        ({"Env": ["TOKEN=t"], "Image": "b"}, "image b, not a"),
+        ({"Env": ["TOKEN=t"], "Cmd": ["x", "$y"]}, "command"),
+        ({"Env": ["TOKEN=t"], "Ports": {}}, "ports"),
+        ({"Env": ["TOKEN=t"]}, "something that Docker does not show by name"),
+    ],
+)
+def test_what_differs_is_named_and_no_value_of_a_variable_is_shown(config, text):
+    """A token that differs is a name."""
+    whole = {"Image": "a", "Cmd": ["x", "$z"], "Ports": {"80/tcp": [{"HostPort": "8080"}]}} | config
+    ports = [{"published": "8080", "target": 80}]
+    definition = {"image": "a", "command": ["x", "$$z"], "environment": {"TOKEN": "t"}, "ports": ports}
+    assert origin.differences(container(**whole), Service("engine", definition, True)) == text
+
+
+def test_what_was_applied_is_read_back_as_it_was(tmp_path):
+    """With the config file's own text, so that a date stays a date; only we may read it."""
+    text = b"model: /model\nrevision: 2026-01-01\n"
+    config = project.parse_config(Path("/p/engine.yaml"), text)
+    service = Service("engine", {"environment": {"HF_TOKEN": "t"}}, True, config, hash="h")
+    state = State(tmp_path, "t")
+    state.write({"engine": of_service(service, "2026", "key", {"name": "t"})})
+    [file] = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    read = State(tmp_path, "t").read()["engine"]
+    assert (read.started, read.failed, read.good) == ("2026", "key", {"name": "t"})
+    assert read.service(service) == service
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"engine": {}}'])
+def test_a_record_that_cannot_be_used_is_said_and_is_none(tmp_path, caplog, content):
+    """What is there then counts as applied."""
+    (tmp_path / "applied-t.json").write_text(content)
+    assert State(tmp_path, "t").read() == {}
+    assert "what is there now counts as applied" in caplog.text
+
+
+def test_the_key_of_a_service_changes_with_its_definition_and_the_text_of_its_file():
+    """A comment, too: whoever saves the file again wants it tried again."""
+    path = Path("/p/engine.yaml")
+    one = Service("engine", {"image": "a"}, True, ConfigFile(path, {"a": 1}, "", b"a: 1\n"))
+    others = [
+        Service("engine", {"image": "b"}, True, one.config),
+        Service("engine", {"image": "a"}, True, ConfigFile(path, {"a": 1}, "", b"a: 1 # again\n")),
+        Service("engine", {"image": "a"}, True, ConfigFile(path, None, "no such file")),
+    ]
+    assert len({one.key, *(other.key for other in others)}) == 4
+    assert Service("engine", {"image": "a"}, True, ConfigFile(path, None, "", b"a: 1\n")).key == one.key
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "is_refusal", "reason"),
+    [
+        (2, "2026 INFO x: y\nweightkeeper: max-model-len is 0\n set it\n", True, "max-model-len is 0; set it"),
+        (2, "Usage: …\n\nError: No such option '--x'.\n", False, "Error: No such option '--x'."),
+        (1, "weightkeeper: no launcher answers\n", False, "no launcher answers"),
+        (137, "", False, "exit code 137"),
+    ],
+)
+def test_why_a_program_inside_failed_is_its_own_line(code, errors, is_refusal, reason):
+    """A setting that it refuses is told from an option that it does not know."""
+    done = Done(code, "", errors)
+    assert (done.is_refusal, done.reason) == (is_refusal, reason)
+
+
+class NoContainers:
+    """Docker, as far as it is asked."""
+
+    def client(self) -> Any:
+        return SimpleNamespace(containers=SimpleNamespace(list=lambda **_: self.found))
+
+    def __init__(self, *found: Any) -> None:
+        self.found = list(found)
+
+
+def test_of_two_supervisors_the_second_refuses(tmp_path):
+    """By the state directory, until the first is gone."""
+    compose = Compose(tmp_path)
+    first = Alone(tmp_path, compose, "t", NoContainers())
+    with pytest.raises(ConfigError, match="another supervisor is at work on t; stop it first"):
+        Alone(tmp_path, compose, "t", NoContainers())
+    first.close()
+    Alone(tmp_path, compose, "t", NoContainers()).close()
+
+
+def test_two_projects_of_one_directory_can_each_have_one(tmp_path):
+    """Their names were given by hand; nothing but the directory is shared."""
+    (tmp_path / "compose.yaml").write_text("name: own\nservices: {}\n")
+    one = Alone(tmp_path, Compose(tmp_path, name="a"), "a", NoContainers())
+    Alone(tmp_path, Compose(tmp_path, name="b"), "b", NoContainers()).close()
+    one.close()
+
+
+def test_a_container_of_the_project_that_supervises_is_named(tmp_path):
+    """It may have another state directory."""
+    config = {"Entrypoint": ["supervisor-entrypoint"], "Cmd": ["weightkeeper", "supervise", "--state-dir", "/s"]}
+    other = SimpleNamespace(id="f" * 64, name="t-supervisor-1", attrs={"Config": config})
+    with pytest.raises(ConfigError, match="t-supervisor-1 supervises t already; stop it first"):
+        Alone(tmp_path, Compose(tmp_path), "t", NoContainers(other))
+
+
+def test_a_lock_goes_with_its_process(tmp_path):
+    """A supervisor that was killed leaves nothing that has to be cleared away."""
+    child = os.fork()
+    if child == 0:
+        Alone(tmp_path, Compose(tmp_path), "t", NoContainers())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    Alone(tmp_path, Compose(tmp_path), "t", NoContainers()).close()
