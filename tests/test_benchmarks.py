@@ -18,7 +18,7 @@ sys.path.append(str(SCRIPTS))
 
 import make_model  # noqa: E402
 import torch  # noqa: E402
-from bench_restart import Start, arguments_of, options_of, table  # noqa: E402
+from bench_restart import Bench, Start, arguments_of, options_of, table  # noqa: E402
 from server_run import ServerRun, kill_session, processes  # noqa: E402
 from weight_holders import as_arguments, cuda_libraries  # noqa: E402
 
@@ -76,6 +76,31 @@ def test_only_right_completions_count():
     assert rows["mapped"] == "| mapped | 1 of 2 | 10.00 / 10.00 / 10.00 | 1.00 | 8.00 | 0.50 (0.50–0.50) |"
     assert rows["ipc_cache"].startswith("| ipc_cache | 2 of 2 | 20.00 / 30.00 / 40.00 |")
     assert rows["disk"].endswith("| 1.55 (1.55–1.55) |")
+
+
+def test_without_a_reference_the_first_counted_start_is_from_disk_and_gives_it(tmp_path, monkeypatch, logged):
+    """What a cold start computed while others used the GPU judges nothing; a wrong answer is told with both."""
+    bench = Bench({}, tmp_path, None)
+    tokens = {"disk": [1, 2], "reload": [1, 3], "crash": [1, 2]}
+
+    def start(row: str, number: int) -> Start:
+        made = Start(row, number, tokens=tokens[row])
+        made.result = bench._judge(made, logged)
+        return made
+
+    assert bench._judge(Start("disk", 0, tokens=[9]), logged) == "right" and bench.reference == []
+    monkeypatch.setattr(bench, "start", start)
+    told = {(one.round, one.row): one for one in bench.rounds(["crash", "reload", "disk"], 2, 0, float("inf"))}
+    assert next(iter(told)) == (1, "disk")
+    assert {row: told[1, row].result for row in tokens} == {"disk": "right", "reload": "wrong", "crash": "right"}
+    assert told[2, "reload"].message == "tokens [1, 3], and not [1, 2]"
+
+
+def test_holders_beside_a_cold_start_need_a_row_from_disk(capsys):
+    """Or nothing would say what is right."""
+    with pytest.raises(SystemExit):
+        arguments_of(["--model", "/m", "--together", "--rows", "reload"])
+    assert "--together needs the row disk" in capsys.readouterr().err
 
 
 def test_options_are_the_same_for_engines_and_holders():
