@@ -15,12 +15,13 @@ import docker
 import pytest
 
 from weightkeeper.errors import DockerLostError, NotSupervisedError, ServiceError
-from weightkeeper.supervisor.act import put, said
 from weightkeeper.supervisor.connection import Connection
 from weightkeeper.supervisor.deaths import Death, Reader, Recovery
 from weightkeeper.supervisor.engines import Engines, is_stopped
 from weightkeeper.supervisor.follow import Outcome, judge, nanoseconds, patience
 from weightkeeper.supervisor.history import History
+from weightkeeper.supervisor.plan import Restart
+from weightkeeper.supervisor.say import put, said
 from weightkeeper.supervisor.stop import Stop
 
 START = "2026-01-31T12:00:00.5Z"
@@ -110,6 +111,8 @@ def test_docker_s_times_are_read_to_the_nanosecond():
             "engine left down: it is stopped; the change counts when it is started by hand",
         ),
         (Outcome("failed", 0.0, "no room"), "engine restart failed: no room"),
+        (Outcome("refused", 0.0, "block-size: x"), "engine goes on as it is: block-size: x"),
+        (Outcome("done", 2.0, "loaded"), "engine restart done after 2.0 s (loaded)"),
     ],
 )  # fmt: skip
 def test_every_outcome_is_one_line(outcome, line):
@@ -120,7 +123,7 @@ def test_every_outcome_is_one_line(outcome, line):
 def test_a_full_disk_stops_no_supervisor(tmp_path, caplog):
     """The history is a record, not a condition."""
     (tmp_path / "history.jsonl").mkdir()
-    put(History(tmp_path), "restart", "engine", "x", Outcome("healthy", 1.0))
+    put(History(tmp_path), "restart", Restart("engine", "x"), Outcome("healthy", 1.0))
     assert caplog.records[0].getMessage().startswith("the history cannot be written: ")
 
 
