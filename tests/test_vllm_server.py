@@ -203,6 +203,22 @@ def test_a_module_whose_import_spoils_the_fork_is_found_in_a_child_and_named(tmp
     ]
 
 
+def test_the_import_that_left_a_thread_is_named():
+    """The first one, whatever comes after it."""
+    script = textwrap.dedent("""
+        import threading, time
+        from weightkeeper import vllm_imports
+        vllm_imports._look("good")
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+        vllm_imports._look("threaded")
+        vllm_imports._look("later")
+        print(": ".join(vllm_imports._unfit_since))
+    """)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.startswith("threaded: the imports left 2 threads running")
+
+
 def test_names_of_modules_are_given_once():
     """A list that grew by looking."""
     named = vllm_imports.SERVER + vllm_imports.LATE + vllm_imports.LATE_ON_GPU

@@ -123,6 +123,10 @@ LATE_ON_GPU = (
 """As LATE, on a GPU."""
 
 
+_unfit_since: list[str] = []
+"""Of this process: after which import nothing could be forked from it any more, and why."""
+
+
 def everything() -> None:
     """Import what every server on this platform needs.
 
@@ -135,20 +139,29 @@ def everything() -> None:
         setproctitle.getproctitle()  # it finds where titles go only before the environment is another
     for name in SERVER:
         importlib.import_module(name)
+        _look(name)
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    _look("the plugins")
     if (worker := WORKER.get(current_platform.device_name)) is not None:
         importlib.import_module(worker)
-    if (reason := unfit()) is not None:
-        logger.warning("weightkeeper: after vLLM's own imports %s", reason)
+        _look(worker)
+    if _unfit_since:
+        logger.warning("weightkeeper: since the import of %s: %s", *_unfit_since)
     elif current_platform.is_cpu():
         _late(LATE)
         _kernels()
     else:
         _late(_harmless(LATE + LATE_ON_GPU))
         _keys()
+
+
+def _look(name: str) -> None:
+    """Note which import it was that made this process unfit for a fork."""
+    if not _unfit_since and (reason := unfit()) is not None:
+        _unfit_since.extend((name, reason))
 
 
 def _late(names: Iterable[str]) -> None:
