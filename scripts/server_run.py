@@ -15,35 +15,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from weightkeeper.recovery.engine import DETAILS, FELL_BACK, MARKS
+
 PROMPT = "The capital of France is"
 TOKENS = 32
 POLL_SECONDS = 0.01
 END_SECONDS = 60.0
-
-MARKS = {
-    "server imported": r"non-default args",
-    "engine core imported": r"Initializing a V1 LLM engine",
-    "device ready": r"Starting to load model|Loading model from scratch",
-    "weights there": r"Model loading took|\bloading took .* seconds",
-    "engine ready": r"init engine \(profile, create kv cache, warmup model\) took",
-    "server starts": r"Starting vLLM server on",
-}
-"""Name of a moment → a line of vLLM's log that tells it. The time before it, since the one before, is its phase."""
-
-DETAILS = {
-    "weights": r"Model loading took .* and ([\d.]+) seconds",
-    "reading": r"Loading weights took ([\d.]+) seconds",
-    "dynamo": r"Dynamo bytecode transform time: ([\d.]+) s",
-    "compiled graphs": r"Directly load the compiled graph\(s\).* took ([\d.]+) s",
-    "compilation": r"torch\.compile (?:and initial profiling/warmup run together )?took ([\d.]+) s",
-    "warm-up": r"Initial profiling/warmup run took ([\d.]+) s",
-    "graph capture": r"Graph capturing finished in ([\d.]+) secs",
-    "init engine": r"init engine \(profile, create kv cache, warmup model\) took ([\d.]+) s",
-    "map and bind (ms)": r"weightkeeper: \w+, mapped \d+ bytes and copied \d+ in ([\d.]+) ms",
-}
-"""Numbers that vLLM and our loader tell themselves; several lines of one name add up."""
-
-FELL_BACK = re.compile(r"fall(?:ing)? ?back to disk", re.I)
 
 
 class StartError(Exception):

@@ -1,7 +1,6 @@
 """What holds weights while engines restart: our keeper, and vLLM's own daemon. Started, waited for, measured, ended."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -21,11 +20,10 @@ from server_run import StartError, family, kill_session, processes
 from weightkeeper import client
 from weightkeeper.errors import WeightkeeperError
 from weightkeeper.protocol import Status
+from weightkeeper.recovery.holders import as_arguments
+from weightkeeper.recovery.processes import cuda_libraries, resident_bytes
 
 READY = re.compile("Weight cache daemon READY")
-CUDA_LIBRARY = re.compile(r"/lib(cuda|cudart|nvidia|torch|nccl)[^/]*\.so")
-ENGINE_OPTIONS = ("load-format", "model-loader-extra-config", "host", "port", "served-model-name")
-"""Of an engine alone; vLLM's daemon takes none of them."""
 
 
 class Holder:
@@ -181,34 +179,6 @@ class PeakMemory:
         self._over.set()
         self._thread.join()
         return self._most
-
-
-def as_arguments(options: dict[str, Any]) -> list[str]:
-    """Options of a config file as command-line arguments, without those of an engine alone."""
-    found = []
-    for name, value in options.items():
-        if name in ENGINE_OPTIONS or value is False:
-            continue
-        found.append(f"--{name}")
-        if value is not True:
-            found.append(json.dumps(value) if isinstance(value, (dict, list)) else str(value))
-    return found
-
-
-def resident_bytes(pid: int) -> int:
-    """Of one process; 0 where it is gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def cuda_libraries(pid: int) -> set[str]:
-    """Names of the libraries of CUDA and torch that a process has mapped."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-        return {match[0].lstrip("/") for line in maps if (match := CUDA_LIBRARY.search(line))}
-    return set()
 
 
 def children(pid: int) -> list[int]:
