@@ -8,7 +8,7 @@ help:  ## this list
 up:  ## install what is missing, build, start, and ask the model a question
 down:  ## stop; the named volumes stay
 status:  ## what is held, by whom, and the last restart
-restart-engine:  ## restart the engine alone, and tell where the seconds went
+restart-engine:  ## a new server for the engine, and where the seconds went
 release:  ## stop the engine and give the weights' memory back
 load:  ## load what engine.yaml names now, and start the engine on it
 doctor:  ## what a container here can do with shared memory, and why not

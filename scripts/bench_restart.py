@@ -6,11 +6,12 @@
 `disk` is plain vLLM with a warm page cache; `ipc_cache` is vLLM's own weight cache; `mapped` is `weightkeeper serve`
 and `--load-format weightkeeper`; `reload`, `crash` and `core` are the same weights under `weightkeeper engine`, which
 gets SIGHUP, or whose server or engine core gets SIGKILL. Both holders and the launcher are started once and stay. One
-uncounted start from disk comes first: it fills the compile caches and the page cache, and its greedy tokens are the
-reference. Then, in each of `--starts` rounds, every row is started once, in shuffled order: spawn, /health, completion,
-SIGKILL to the whole tree, and the next only when the GPU's memory is as it was; for the launcher's rows the signal,
-/health, completion. A start with other tokens, or one that went to disk unasked, is recorded as such and is no right
-completion. All engines get the same options.
+uncounted start from disk comes first and fills the compile caches and the page cache. Then, in each of `--starts`
+rounds, every row is started once, in shuffled order: spawn, /health, completion, SIGKILL to the whole tree, and the
+next only when the GPU's memory is as it was; for the launcher's rows the signal, /health, completion. The first counted
+start is from disk, and its greedy tokens are the reference: a start that compiled may answer otherwise than those after
+it. A start with other tokens, or one that went to disk unasked, is recorded as such and is no right completion. All
+engines get the same options.
 """
 
 import argparse
@@ -208,12 +209,10 @@ class Bench:
         return "right"
 
     def warm_up(self, row: str, is_alone: bool = True) -> None:
-        """An uncounted start; the first one from disk gives the reference."""
+        """An uncounted start. It gives no reference: after compiling, kernels may be tuned otherwise than later."""
         start = self.start(row, 0, is_alone)
         if start.result != "right":
             raise SystemExit(f"bench_restart: the uncounted start ({row}) is {start.result}:\n{start.message}")
-        if is_alone:
-            self.reference = self.reference or start.tokens
         say(f"uncounted {row}: {start.seconds:.1f} s")
 
     def rounds(self, rows: list[str], count: int, seed: int, deadline: float) -> Iterator[Start]:
@@ -222,7 +221,7 @@ class Bench:
         took: dict[str, float] = {}
         for number in range(1, count + 1):
             shuffled = order.sample(rows, len(rows))
-            if not self.reference:  # the uncounted start compiled while others used the GPU
+            if not self.reference:  # the uncounted start may have compiled, and answer otherwise than those after it
                 shuffled.sort(key=lambda row: row != "disk")
             for row in shuffled:
                 begun = time.monotonic()
@@ -352,8 +351,7 @@ def arguments_of(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="start the holders and make the uncounted starts at the same time: saves a minute, tells no memory, and "
-        "the first counted start from disk is the reference",
+        help="start the holders and make the uncounted starts at the same time: saves a minute, tells no memory",
     )
     parser.add_argument(
         "--budget", type=float, default=86_400, help="seconds for everything; prints what there is then"
@@ -362,8 +360,8 @@ def arguments_of(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="directory for logs and configurations; a new one in /tmp by default")
     parser.add_argument("--json", type=Path, help="file for everything; written after each start")
     arguments = parser.parse_args(command_line)
-    if arguments.together and not arguments.reference and "disk" not in arguments.rows:
-        parser.error("--together needs the row disk, or the tokens of an earlier run: --reference FILE")
+    if not arguments.reference and "disk" not in arguments.rows:
+        parser.error("what is right is told by the row disk, or by the tokens of an earlier run: --reference FILE")
     if unknown := set(arguments.rows) - set(ROWS):
         parser.error(f"unknown rows: {', '.join(sorted(unknown))} (known: {', '.join(ROWS)})")
     return arguments

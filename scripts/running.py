@@ -1,6 +1,7 @@
 """The running project as seen from the host: its containers, its keeper's answers, its server over HTTP."""
 
 # ruff: noqa: S310  the only address asked is that of our own server
+import http.client
 import json
 import os
 import re
@@ -32,24 +33,54 @@ def setting(name: str, default: str = "") -> str:
 
 
 def compose(*arguments: str, timeout: float = COMMAND_SECONDS) -> subprocess.CompletedProcess[str]:
-    """`docker compose ARGUMENTS` on the project, with its output as text."""
+    """`docker compose ARGUMENTS` on the project, with its output as text. Raises as `docker`."""
+    return docker("compose", *arguments, timeout=timeout)
+
+
+def docker(*arguments: str, timeout: float = COMMAND_SECONDS) -> subprocess.CompletedProcess[str]:
+    """`docker ARGUMENTS` in the project's directory.
+
+    Raises:
+        NotRunningError: there is no such program or directory, or it did not end in time.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    return subprocess.run(
-        ["docker", "compose", *arguments], cwd=COMPOSE_DIR, env=environment, timeout=timeout,
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+    try:
+        return subprocess.run(
+            ["docker", *arguments], cwd=COMPOSE_DIR, env=environment, timeout=timeout,
+            capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise NotRunningError(f"`docker {' '.join(arguments)}` did not end in {timeout:g} s") from error
+    except OSError as error:
+        raise NotRunningError(
+            f"docker cannot be run in {COMPOSE_DIR}: {error.strerror} ({error.filename}); "
+            "install Docker with its compose plugin, and run this from the project's checkout"
+        ) from error
 
 
 def ask(service: str, *command: str, timeout: float = COMMAND_SECONDS) -> dict | list:
     """The JSON that a command prints inside a service's container.
 
     Raises:
-        NotRunningError: the container does not run, or the command failed; the message has its words.
+        NotRunningError: the container does not run, or the command failed; the message has its words. So it has
+            where an answer is no JSON.
     """
     done = compose("exec", "-T", service, *command, timeout=timeout)
     if done.returncode:
         raise NotRunningError(f"{service}: {(done.stderr or done.stdout).strip() or 'no answer'}")
-    return json.loads(done.stdout)
+    return decoded(done.stdout, f"{service}: `{' '.join(command)}`")
+
+
+def decoded(text: str, source: str) -> dict | list:
+    """JSON that `source` printed.
+
+    Raises:
+        NotRunningError: it is none.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise NotRunningError(f"{source} printed no JSON ({error}): {text[:200].strip() or 'nothing'}") from error
 
 
 def keeper() -> dict:
@@ -58,12 +89,19 @@ def keeper() -> dict:
 
 
 def container(service: str) -> dict:
-    """What `docker inspect` says of the service's container; an empty mapping where there is none."""
-    found = compose("ps", "-aq", service).stdout.split()
+    """What `docker inspect` says of the service's container; an empty mapping where there is none.
+
+    Raises:
+        NotRunningError: Docker does not answer.
+    """
+    listed = compose("ps", "-aq", service)
+    if listed.returncode:
+        raise NotRunningError(f"{service}: {(listed.stderr or listed.stdout).strip() or 'docker compose failed'}")
+    found = listed.stdout.split()
     if not found:
         return {}
-    inspected = subprocess.run(["docker", "inspect", found[0]], capture_output=True, text=True, check=False).stdout
-    return next(iter(json.loads(inspected or "[]")), {})
+    inspected = docker("inspect", found[0]).stdout
+    return next(iter(decoded(inspected or "[]", "`docker inspect`")), {})
 
 
 def state(described: dict) -> str:
@@ -84,7 +122,7 @@ def is_up() -> bool:
     try:
         with urllib.request.urlopen(f"{server()}/health", timeout=5) as answer:
             return answer.status == 200
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 
@@ -92,7 +130,7 @@ def chat(question: str, max_tokens: int = 64) -> str:
     """A greedy answer of the served model.
 
     Raises:
-        NotRunningError: the server refused or cannot be reached.
+        NotRunningError: the server refused, cannot be reached, or is no vLLM.
     """
     try:
         with urllib.request.urlopen(f"{server()}/v1/models", timeout=10) as answer:
@@ -108,8 +146,10 @@ def chat(question: str, max_tokens: int = 64) -> str:
         raise NotRunningError(
             f"{error.url} answers {error.code}: {error.read(2000).decode(errors='replace')}"
         ) from error
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise NotRunningError(f"{server()} does not answer: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise NotRunningError(f"{server()} does not answer as vLLM does; does another program use PORT?") from error
 
 
 def wait_until_up(seconds: float) -> None:

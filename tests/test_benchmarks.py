@@ -96,11 +96,11 @@ def test_without_a_reference_the_first_counted_start_is_from_disk_and_gives_it(t
     assert told[2, "reload"].message == "tokens [1, 3], and not [1, 2]"
 
 
-def test_holders_beside_a_cold_start_need_a_row_from_disk(capsys):
+def test_a_run_needs_a_row_from_disk_or_the_tokens_of_another_run(capsys):
     """Or nothing would say what is right."""
     with pytest.raises(SystemExit):
-        arguments_of(["--model", "/m", "--together", "--rows", "reload"])
-    assert "--together needs the row disk" in capsys.readouterr().err
+        arguments_of(["--model", "/m", "--rows", "reload"])
+    assert "what is right is told by the row disk" in capsys.readouterr().err
 
 
 def test_options_are_the_same_for_engines_and_holders():

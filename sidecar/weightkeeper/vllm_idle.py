@@ -35,6 +35,7 @@ def install() -> None:
         return
     for name in ("has_work", "is_running", "is_scheduler_paused"):
         getattr(EngineCoreProc, name)
+    notified = EngineCoreProc._notify_idle_state_callbacks
 
     @functools.wraps(prepared)
     def initialize_kv_caches(engine: EngineCore, *arguments: Any, **named: Any) -> Any:
@@ -51,6 +52,15 @@ def install() -> None:
             idle.work()
         return waiting(engine)
 
+    @functools.wraps(notified)
+    def notify_idle_state_callbacks(engine: EngineCoreProc) -> None:
+        # vLLM comes by here before each wait for a request; from one without work to do it does not leave its queue
+        notified(engine)
+        idle = vars(engine).get(_ATTRIBUTE)
+        if idle is not None and not engine.has_work():
+            idle.work()
+
+    EngineCoreProc._notify_idle_state_callbacks = notify_idle_state_callbacks
     initialize_kv_caches.weightkeeper = True
     EngineCore._initialize_kv_caches = initialize_kv_caches
     EngineCoreProc._process_input_queue = process_input_queue

@@ -6,9 +6,12 @@ The tests run in the order of this file, on one running project; an engine start
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,6 +182,101 @@ def test_what_vllm_refuses_leaves_the_engine_serving(project: Project, engine, s
     until("the supervisor has seen it", lambda: "nothing to do: engine.yaml" in project.log("supervisor"), 60)
     assert project.server() == engine and len(project.history()) == actions
     assert "Paris" in project.answer()
+
+
+def save(project: Project, how: str, text: str) -> None:
+    """Write engine.yaml as editors and tools do it."""
+    file = project.engine_yaml
+    if how in ("in place", "its target"):
+        file.write_text(text)
+    elif how == "rename":
+        (project.directory / "engine.yaml~").write_text(text)
+        (project.directory / "engine.yaml~").rename(file)
+    elif how == "truncate, then write":
+        with file.open("w") as stream:
+            time.sleep(0.2)
+            stream.write(text)
+    else:
+        target = project.directory / "versions"
+        target.mkdir(mode=0o755)
+        (target / "engine.yaml").write_text(text)
+        (project.directory / "link").symlink_to(f"{target.name}/engine.yaml")
+        (project.directory / "link").rename(file)
+
+
+@pytest.mark.parametrize("how", ["in place", "rename", "truncate, then write", "symlink", "its target"])
+def test_a_save_in_any_way_is_one_reload(project: Project, engine, sidecar, how: str):
+    """G13: real vLLM has the new value, in the same container; the sidecar is not touched; one line of history."""
+    text = project.engine_yaml.read_text()
+    length = int(re.search(r"max-model-len: (\d+)", text)[1])
+    actions = len(project.history())
+    save(project, how, text.replace(f"max-model-len: {length}", f"max-model-len: {length + 16}"))
+    project.wait_for_new_engine(engine)
+    until("it is written down", lambda: len(project.history()) > actions, 60)
+    assert project.server() == (*engine[:2], engine[2] + 1)
+    assert project.get("/v1/models")["data"][0]["max_model_len"] == length + 16
+    (last,) = project.history()[actions:]
+    assert (last["action"], last["result"], last["cause"]) == (
+        "reload", "healthy", f"engine.yaml max-model-len {length} → {length + 16}"
+    )  # fmt: skip
+    assert project.mapped_bytes() >= MODEL_BYTES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "# a comment\n" + "\n".join(sorted(text.splitlines())) + "\n",
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace("enforce-eager: true", "enforce-eager:   True   # as before"),
+    ],
+    ids=["comments and order", "line ends", "spelling"],
+)
+def test_a_save_that_changes_no_value_does_nothing(project: Project, engine, sidecar, change):
+    """G14: it is said, and the same server goes on."""
+    text = project.engine_yaml.read_text()
+    told, actions = project.log("supervisor").count("nothing to do"), len(project.history())
+    project.engine_yaml.write_bytes(change(text).encode())
+    until("it is said", lambda: project.log("supervisor").count("nothing to do") > told, 30)
+    assert project.server() == engine and len(project.history()) == actions
+    project.engine_yaml.write_text(text)
+    until("it is said again", lambda: project.log("supervisor").count("nothing to do") > told + 1, 30)
+
+
+def test_noise_beside_an_edit_delays_it_and_repeats_nothing(project: Project, engine, sidecar):
+    """A hundred writes a second to another file of the directory: one reload, while they go on."""
+    actions = len(project.history())
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.wait(0.01):
+            (project.directory / "noise").write_text(str(time.monotonic()))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        text = project.engine_yaml.read_text()
+        project.engine_yaml.write_text(re.sub(r"max-model-len: \d+", "max-model-len: 640", text))
+        project.wait_for_new_engine(engine)
+    finally:
+        over.set()
+        writer.join()
+    until("it is written down", lambda: len(project.history()) > actions, 60)
+    assert project.server() == (*engine[:2], engine[2] + 1)
+    assert [each["action"] for each in project.history()[actions:]] == ["reload"]
+
+
+def test_a_variable_of_the_service_recreates_its_container_alone(project: Project, engine, sidecar):
+    """Another container with the variable; it maps; one line of history; the way back is the same."""
+    actions = len(project.history())
+    definition = project.directory / "compose.yaml"
+    text = definition.read_text()
+    definition.write_text(text.replace("WEIGHTKEEPER_ENGINE: engine\n", "WEIGHTKEEPER_ENGINE: engine\n      TZ: UTC\n"))
+    project.wait_for_new_engine(engine)
+    until("it is written down", lambda: len(project.history()) > actions)
+    assert project.server()[0] != engine[0]
+    assert "TZ=UTC" in project.container("engine")["Config"]["Env"]
+    assert [each["action"] for each in project.history()[actions:]] == ["recreate"]
+    assert project.mapped_bytes() >= MODEL_BYTES
 
 
 @pytest.mark.parametrize("name", ["server", "EngineCor", "Worker"])

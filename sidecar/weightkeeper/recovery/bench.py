@@ -88,6 +88,12 @@ class Bench:
         self._mark = os.environ[processes.MARK] = secrets.token_hex(8)
         settings.out.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether engines may answer otherwise after they have compiled than on what they compiled: on a GPU they tune
+        kernels while they compile and again at the first run, and only the first choice is kept for later starts."""
+        return bool(self.gpus) and not self.settings.options.get("enforce-eager")
+
     def keeper(self) -> holders.Keeper:
         """Our keeper with the weights; the one from before, if it lives."""
         options = self.settings.options | {"model": str(self.settings.model), "load-format": "weightkeeper"}

@@ -80,7 +80,8 @@ class ComposedEngine:
         """As `engine.Engine.phases`."""
         if self.is_launched:
             told = {name: seconds for name, seconds in self.status().phases.items() if name != "stop"}
-            return {"container and launcher": max(0.0, healthy - since - sum(told.values()))} | told
+            rest = healthy - since - sum(told.values())
+            return {"container and launcher": max(0.0, rest)} | shortened(told, max(0.0, -rest))
         marks = engine.marks(self._project.lines(ENGINE, since))
         found = [(at, name) for name, at in marks.items() if since <= at <= healthy] + [(healthy, "healthy")]
         starts = [since] + [at for at, _ in found]

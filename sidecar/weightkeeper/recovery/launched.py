@@ -83,10 +83,7 @@ class Launched(Engine):
         with contextlib.suppress(WeightkeeperError):
             told = {name: seconds for name, seconds in self.status().phases.items() if name != "stop"}
         rest = healthy - since - sum(told.values())
-        if rest < 0:  # our look at the old one's end came that much later than the launcher's own
-            longest = max(told, key=told.__getitem__)
-            told[longest] = max(0.0, told[longest] + rest)
-        return ({"launcher": rest} if rest > 0 else {}) | told
+        return {"launcher": rest} | told if rest > 0 else shortened(told, -rest)
 
     def _gone(self, before: EngineStatus) -> float:
         deadline = time.monotonic() + GONE_SECONDS
@@ -100,3 +97,16 @@ class Launched(Engine):
         with contextlib.suppress(WeightkeeperError):
             return self.status().generation == before.generation
         return True
+
+
+def shortened(phases: dict[str, float], seconds: float) -> dict[str, float]:
+    """Phases without `seconds` of them, taken from the longest first.
+
+    Ours and the launcher's looks at the same moments are not made at the same time, which adds that much.
+    """
+    left = dict(phases)
+    for name in sorted(phases, key=phases.__getitem__, reverse=True):
+        cut = min(left[name], seconds)
+        left[name] -= cut
+        seconds -= cut
+    return left

@@ -132,6 +132,7 @@ class _Taking:
         parts = {"old engine gone": gone - since}
         begun = gone
         if self._scenario.is_start:
+            healthy = min(healthy, answered)  # on a busy machine our look may come later than the agent's answer
             parts |= self._bench.engine.phases(gone, healthy)
             begun = healthy
         parts["answered"] = max(0.0, answered - begun)
