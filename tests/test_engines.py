@@ -1,12 +1,18 @@
 """The Docker side without Docker: what its descriptions and events mean, and how a lost connection comes back."""
 
+import contextlib
+import fcntl
 import gc
 import http.server
 import json
 import logging
 import os
+import socket
 import socketserver
+import struct
+import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,7 @@ import docker
 import pytest
 
 from weightkeeper.errors import DockerLostError, NotSupervisedError, ServiceError
+from weightkeeper.supervisor import inside
 from weightkeeper.supervisor.connection import Connection
 from weightkeeper.supervisor.deaths import Death, Reader, Recovery
 from weightkeeper.supervisor.engines import Engines, is_stopped
@@ -215,15 +222,24 @@ leaks = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarn
 """The SDK does not close a socket that it could not connect."""
 
 
+def outstanding(connection: socket.socket) -> int:
+    """Bytes that the other side has not read yet."""
+    return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+
+
 class Answers(http.server.BaseHTTPRequestHandler):
     """The smallest Docker: a version, a ping, and what a test says of the containers."""
 
     containers: list[dict[str, Any]] = []  # noqa: RUF012
+    printed: list[tuple[int, bytes]] = []  # noqa: RUF012
+    code = 0
 
     def do_GET(self) -> None:
         body: Any = {"ApiVersion": "1.41"}
         if "/containers/json" in self.path:
             body = [{"Id": one["Id"]} for one in self.containers]
+        elif "/exec/" in self.path:
+            body = {"ExitCode": self.code}
         elif "/containers/" in self.path:
             body = next(one for one in self.containers if f"/containers/{one['Id']}/" in self.path)
         raw = b"OK" if self.path.endswith("_ping") else json.dumps(body).encode()
@@ -232,6 +248,28 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)
+
+    def do_POST(self) -> None:
+        """A program in a container, which prints `printed` and ends with `code`."""
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path.endswith("/exec"):
+            raw = b'{"Id": "e"}'
+            self.send_response(201)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+            return
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", "application/vnd.docker.raw-stream")
+        self.end_headers()
+        deadline = time.monotonic() + 10
+        while outstanding(self.connection) and time.monotonic() < deadline:  # as Docker, which has to start it first
+            time.sleep(0.001)
+        with contextlib.suppress(BrokenPipeError):  # the client may have had enough
+            for number, part in self.printed:
+                self.wfile.write(struct.pack(">BxxxL", number, len(part)) + part)
 
     def address_string(self) -> str:
         return "socket"
@@ -273,7 +311,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     yield one
     one.stop()
     gc.collect()  # where `leaks` still holds
-    Answers.containers = []
+    Answers.containers, Answers.printed, Answers.code = [], [], 0
 
 
 @leaks
@@ -360,3 +398,32 @@ def test_a_service_without_container_is_refused_by_name(daemon):
     with pytest.raises(ServiceError) as caught:
         Engines("p", daemon.connection(Stop()), Stop()).containers("engine")
     assert str(caught.value) == ("engine has no container in the project p; make it with `docker compose up -d engine`")
+
+
+def run_inside(daemon: Daemon, *printed: tuple[int, bytes], code: int = 0) -> inside.Done | None:
+    """What comes of a program that prints this, by stream, in a container."""
+    Answers.containers = [{"Id": "a", "Name": "/engine"}]
+    Answers.printed, Answers.code = list(printed), code
+    daemon.start()
+    container = daemon.connection(Stop()).client().containers.get("a")
+    return inside.run(container, ["weightkeeper", "x"], 30, Stop())
+
+
+@leaks
+def test_a_program_inside_says_what_it_printed_and_how_it_ended(daemon):
+    """Its two streams apart, each whole; what is no text is marked."""
+    done = run_inside(daemon, (1, b"one "), (2, b"weightkeeper: no\n"), (1, b"two\xff"), code=2)
+    assert done == inside.Done(2, "one two\ufffd", "weightkeeper: no\n")
+
+
+@leaks
+def test_a_program_inside_that_prints_without_end_is_given_up(daemon):
+    """No more than a limit is kept of what a container says, on both streams together; nor what belongs to none."""
+    most = b"x" * (inside.MAX_OUTPUT_BYTES // 2)
+    assert run_inside(daemon, (1, most), (2, most)).output == most.decode()
+    daemon.stop()
+    with pytest.raises(ServiceError, match=r"^engine: Docker's answer to `weightkeeper x` cannot be read: stream 7$"):
+        run_inside(daemon, (7, b"x"))
+    daemon.stop()
+    with pytest.raises(ServiceError, match=r"^engine: `weightkeeper x` printed over 1048576 bytes; does the container"):
+        run_inside(daemon, (1, most), (2, most), (1, b"x"))

@@ -40,7 +40,7 @@ def one(tmp_path_factory):
         publish(one.socket_dir, name="first", fingerprint=HELD).close()
         started = one.status().started_at
         yield one
-        assert "broke on a fault of the keeper's own" not in one.text()
+        assert "broke on a fault of our own" not in one.text()
         assert "Traceback" not in one.text()
         assert one.status().started_at == started
         assert one.stop() == 0
@@ -99,7 +99,7 @@ FIRST_MESSAGES = {
     "a large greeting": (HEADER.pack(MAX_REQUEST_BYTES + 1, 0), "a frame of 262145 bytes; 1 to 262144 are allowed"),
     "a greeting with descriptors": (HEADER.pack(2, 1) + b"{}", "a frame announces 1 descriptors and 0 came with it"),
     "another role": (encode(Hello(VERSION, "control")), "this socket is for the role engine, not control"),
-    "another version": (encode(Hello(2, "engine")), f"the keeper speaks version {VERSION} and the client 2"),
+    "another version": (encode(Hello(2, "engine")), f"this side speaks version {VERSION} and the client 2"),
     "a byte too long": (
         HELLO + HEADER.pack(MAX_ANSWER_BYTES + 1, 0),
         f"a frame of {MAX_ANSWER_BYTES + 1} bytes; 1 to {MAX_ANSWER_BYTES} are allowed",

@@ -18,9 +18,13 @@ from recovery_runs import ENVIRONMENT, STANDIN
 
 from weightkeeper.recovery import engine, page_cache, processes, result, runner
 from weightkeeper.recovery.bench import Bench, Settings
+from weightkeeper.recovery.launched import shortened
 from weightkeeper.recovery.scenarios import ALL
 
 HERE = Path(__file__).parent
+
+ROUNDED = 1e-4
+"""Seconds; what rounding may add to each value of a sample."""
 
 
 class Benchmark:
@@ -142,10 +146,28 @@ def test_moments_of_a_sample_are_in_order(whole):
     for sample in benchmark.run().samples:
         assert 0 <= sample.gone_s <= sample.health_s or sample.scenario == "sidecar-crash"
         assert 0 <= sample.first_s <= sample.right_s
-        assert sum(sample.phases.values()) == pytest.approx(max(sample.right_s, sample.gone_s), abs=0.01)
+        assert sum(sample.phases.values()) == pytest.approx(
+            max(sample.right_s, sample.gone_s), abs=ROUNDED * (1 + len(sample.phases))
+        )
         kinds = [moment.kind for moment in sample.timeline]
         assert kinds[0] == "started" and kinds[-1] == "finished"
         assert sample.timeline[0].at < 0 < sample.timeline[-1].at
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left"),
+    [
+        (0.0, {"fork": 0.1, "weights": 0.5, "healthy": 0.2}),
+        (0.4, {"fork": 0.1, "weights": 0.1, "healthy": 0.2}),
+        (0.65, {"fork": 0.1, "weights": 0.0, "healthy": 0.05}),
+        (9.0, {"fork": 0.0, "weights": 0.0, "healthy": 0.0}),
+    ],
+)
+def test_what_phases_overlap_is_taken_from_the_longest_first(seconds, left):
+    """They add up afterwards, in the order they had, and none is negative."""
+    found = shortened({"fork": 0.1, "weights": 0.5, "healthy": 0.2}, seconds)
+    assert list(found) == list(left)
+    assert found == pytest.approx(left)
 
 
 def test_the_agent_sees_the_interruption(whole):

@@ -8,6 +8,8 @@ import gc
 import logging
 import os
 import queue
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,7 +108,8 @@ def core(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_start, "_inductor_lazy_init", compiler_interface.trigger_inductor_lazy_init)
     monkeypatch.setattr(model_runner, "freeze_gc_for_cudagraph_capture", vllm_start._freeze_for_capture)
     monkeypatch.setattr(core.EngineCore, "_initialize_kv_caches", lambda engine, config: engine.worker.start())
-    monkeypatch.setattr(core.EngineCoreProc, "_process_input_queue", core.EngineCoreProc._process_input_queue)
+    for name in ("_process_input_queue", "_notify_idle_state_callbacks"):
+        monkeypatch.setattr(core.EngineCoreProc, name, getattr(core.EngineCoreProc, name))
     inductor: list[Any] = []
     core.inductor = inductor
     saving.install()
@@ -241,6 +244,34 @@ def test_a_request_is_served_before_the_next_graph(core, config, gpu):
     engine.requests.clear()
     engine._process_input_queue()
     assert gpu.sizes() == [SIZES] * PIECES
+
+
+def test_what_arrives_and_is_no_work_does_not_keep_the_server_from_being_idle(core, config, gpu):
+    """vLLM stays with its queue then until there is work; the graphs come all the same."""
+    config.cache_config.kv_cache_memory_bytes = 5 * GIB
+    engine = start(core, config, gpu)
+    engine.process_input_queue_block = True  # as in vLLM's own loop
+    handled: list[str] = []
+
+    def handle(kind: str, _: None) -> None:
+        handled.append(kind)
+        if kind == "request":
+            engine.requests.append("one")
+
+    engine._handle_client_request = handle
+    engine.input_queue.put(("utility", None))
+    waiting = threading.Thread(target=engine._process_input_queue, daemon=True)
+    waiting.start()
+    try:
+        deadline = time.monotonic() + 30
+        while "weightkeeper_idle" in vars(engine) and time.monotonic() < deadline:
+            waiting.join(0.01)
+        assert gpu.sizes() == [SIZES] * PIECES
+        assert (handled, waiting.is_alive()) == (["utility"], True)
+    finally:
+        engine.input_queue.put(("request", None))
+        waiting.join(30)
+    assert (handled, waiting.is_alive()) == (["utility", "request"], False)
 
 
 def test_under_constant_load_a_graph_is_captured_each_second(core, config, gpu, monkeypatch):

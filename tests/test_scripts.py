@@ -1,8 +1,9 @@
-"""scripts/env, which turns what a user gives `make up` into compose/.env; needs no Docker."""
+"""Scripts without Docker: env, which turns what a user gives `make up` into compose/.env, and what others say then."""
 
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -146,3 +147,77 @@ def test_directory_that_cannot_be_read_is_refused():
         )  # fmt: skip
     assert refused.returncode == 1
     assert f"MODEL={model} cannot be read by uid 12345: ls -ld {model}" in refused.stderr
+
+
+def docker_that(tmp_path: Path, *lines: str) -> str:
+    """A PATH whose first directory holds a program `docker` of these shell lines."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "docker").write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    (programs / "docker").chmod(0o755)
+    return f"{programs}:{os.environ['PATH']}"
+
+
+def script(name: str, project: Path, *arguments: str, path: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / name), *arguments], capture_output=True, text=True, check=False,
+        env={"PATH": path, "WEIGHTKEEPER_COMPOSE_DIR": str(project)},
+    )  # fmt: skip
+
+
+COMMANDS = [("restart-engine",), ("status",), ("status", "--json"), ("wait-ready", "engine")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_docker_a_command_says_so(project: Path, tmp_path: Path, command: tuple[str, ...]):
+    """In one line, with the remedy."""
+    (tmp_path / "empty").mkdir()
+    refused = script(command[0], project, *command[1:], path=str(tmp_path / "empty"))
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        f"weightkeeper: docker cannot be run in {project}: No such file or directory (docker); "
+        "install Docker with its compose plugin, and run this from the project's checkout\n",
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_docker_that_refuses_is_quoted(project: Path, tmp_path: Path, command: tuple[str, ...]):
+    """The command ends with Docker's own words."""
+    path = docker_that(tmp_path, "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    refused = script(command[0], project, *command[1:], path=path)
+    service = "sidecar" if command == ("restart-engine",) else "engine"
+    assert refused.returncode == 1
+    assert refused.stderr == f"weightkeeper: {service}: Cannot connect to the Docker daemon\n"
+
+
+def test_a_restart_without_a_sidecar_is_refused(project: Path, tmp_path: Path):
+    """Before anything is asked of the supervisor."""
+    asked = tmp_path / "asked"
+    path = docker_that(tmp_path, f'echo "$*" >> {asked}')
+    refused = script("restart-engine", project, path=path)
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        "weightkeeper: sidecar: it has no container; start the project with `make up`\n",
+    )
+    assert asked.read_text() == "compose ps -aq sidecar\n"
+
+
+def test_an_inspection_that_is_no_json_is_said(project: Path, tmp_path: Path):
+    """With what came in its place."""
+    path = docker_that(tmp_path, '[ "$1" = inspect ] && echo "out of memory" || echo 0123abcd')
+    refused = script("restart-engine", project, path=path)
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "weightkeeper: `docker inspect` printed no JSON (Expecting value: line 1 column 1 (char 0)): out of memory\n"
+    )
+
+
+def test_a_docker_that_does_not_end_is_given_up(project: Path, tmp_path: Path):
+    """After the time that its caller gives it."""
+    body = "import running, sys; running.docker('compose', 'ps', timeout=0.1)"
+    path = docker_that(tmp_path, "exec sleep 600")
+    refused = subprocess.run(
+        [sys.executable, "-c", body], capture_output=True, text=True, check=False,
+        env={"PATH": path, "WEIGHTKEEPER_COMPOSE_DIR": str(project), "PYTHONPATH": str(ROOT / "scripts")},
+    )  # fmt: skip
+    assert refused.stderr.endswith("running.NotRunningError: `docker compose ps` did not end in 0.1 s\n")

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from weightkeeper.errors import ConfigError
+from weightkeeper.launcher.messages import Ended, EngineStatus
 from weightkeeper.supervisor import keepers, origin, programs, project
 from weightkeeper.supervisor.alone import Alone
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.inside import Done
+from weightkeeper.supervisor.launched import Launched, Replaced
 from weightkeeper.supervisor.project import ConfigFile, Service
 from weightkeeper.supervisor.state import State, of_service
+from weightkeeper.supervisor.stop import Stop
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,35 @@ def test_why_a_program_inside_failed_is_its_own_line(code, errors, is_refusal, r
     """A setting that it refuses is told from an option that it does not know."""
     done = Done(code, "", errors)
     assert (done.is_refusal, done.reason) == (is_refusal, reason)
+
+
+def told(state: str, generation: int, started_at: float, **more: Any) -> EngineStatus:
+    return EngineStatus("e", "1", state, 0.0, started_at, 1, generation=generation, phases={"fork": 0.5}, **more)
+
+
+def followed(before: EngineStatus, *statuses: EngineStatus) -> Replaced:
+    """What becomes of a reload after which the launcher answers with these, one a look; in vain ends the waiting."""
+    launched = Launched(None, None, Stop())
+    left = list(statuses)
+    launched.status = lambda: left.pop(0)
+    return launched.follow(before, lambda _: "" if left else "in vain")
+
+
+def test_a_server_is_followed_until_a_later_one_is_ready():
+    """One of the generation before, or that is not ready, is not it."""
+    before = told("ready", 5, 100.0)
+    looks = told("ready", 5, 100.0), told("starting", 6, 100.0), told("ready", 6, 100.0)
+    assert followed(before, *looks) == Replaced("healthy", "", {"fork": 0.5})
+    assert followed(before, *looks[:2]) == Replaced("starting", "in vain")
+
+
+def test_a_launcher_that_was_started_anew_counts_from_one():
+    """Its first server has read the configuration as it is now; it is known by the launcher's start."""
+    before = told("ready", 5, 100.0)
+    assert followed(before, told("warming", 0, 200.0), told("ready", 1, 200.0)).result == "healthy"
+    dead = [Ended(number, 9, 201.0, f"crash: exit code {number}", False) for number in (1, 2)]
+    ended = followed(before, *(told("waiting", one.generation, 200.0, last_exit=one) for one in dead))
+    assert ended == Replaced("exited", "with exit code 2")
 
 
 class NoContainers:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from weightkeeper import phases, threads, vllm_imports, vllm_messages
+from weightkeeper.errors import ConfigError
 
 OF_OTHER_VERSIONS: set[str] = set()
 """Messages that the installed vLLM does not have."""
@@ -177,20 +178,26 @@ def test_without_a_number_no_more_threads_than_processors():
 
 
 def test_a_module_whose_import_spoils_the_fork_is_found_in_a_child_and_named(tmp_path):
-    """What an import did cannot be taken back, so it is tried first; one that fails or crashes costs nothing either."""
+    """What an import did cannot be taken back, so it is tried first; one that fails, crashes or exits costs nothing."""
     (tmp_path / "good_one.py").write_text("")
     (tmp_path / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\n"
     )
     (tmp_path / "failing.py").write_text("raise RuntimeError('not here')\n")
     (tmp_path / "crashing.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit('no such device')\n")
+    (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt\n")
     (tmp_path / "good_two.py").write_text("")
     script = textwrap.dedent("""
         import logging, sys
         from weightkeeper import vllm_imports
         logging.basicConfig(format="%(message)s", stream=sys.stdout)
-        names = ["good_one", "threaded", "failing", "missing", "crashing", "good_two"]
-        print(vllm_imports._harmless(names), {*names} & {*sys.modules})
+        names = ["good_one", "threaded", "failing", "missing", "crashing", "leaving", "interrupted", "good_two"]
+        try:
+            found = vllm_imports._harmless(names)
+        except BaseException as error:
+            found = f"the child goes on with {error!r}"
+        print(found, {*names} & {*sys.modules})
     """)
     late = "weightkeeper: {} is imported only after the fork:".format
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -198,9 +205,46 @@ def test_a_module_whose_import_spoils_the_fork_is_found_in_a_child_and_named(tmp
     assert run.stdout.splitlines() == [
         f"{late('threaded')} the imports left 2 threads running, and a fork keeps only one"
         " (besides it: Thread-1 (sleep) of Python)",
-        f"{late('crashing')} it crashed or took over 60 s",
+        *(
+            f"{late(name)} it ended the process, crashed or took over 60 s"
+            for name in ("crashing", "leaving", "interrupted")
+        ),
         "['good_one', 'failing', 'missing', 'good_two'] set()",
     ]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM is imported here
+@pytest.mark.parametrize(
+    ("given", "in_file", "refused"),
+    [
+        (["--por", "8123"], "", "--por is an abbreviation of --port"),
+        (["--ho=::1"], "", "--ho is an abbreviation of --host"),
+        (["--ud", "/s"], "", "--ud is an abbreviation of --uds"),
+        (["--shutdown_time", "3"], "", "--shutdown_time is an abbreviation of --shutdown-timeout"),
+        ([], "por: 8123", "engine.yaml: por is an abbreviation of --port"),
+        (["--port", "8123", "--served_model_nam", "port"], "max-model-le: 64", None),
+    ],
+)
+def test_an_option_that_the_launcher_reads_has_its_full_name(tmp_path, monkeypatch, given, in_file, refused):
+    """vLLM's parser completes a part of a name, where the launcher would take the default."""
+    from weightkeeper import vllm_server
+
+    class Passed(Exception):
+        """The check goes on to what comes behind the options' names."""
+
+    def passed(*_: object) -> None:
+        raise Passed
+
+    (tmp_path / "engine.yaml").write_text(f"model: m\n{in_file}\n")
+    monkeypatch.setattr(vllm_server, "_refuse_unforked", passed)
+    monkeypatch.setattr(vllm_server, "_set_by_imports", {})
+    monkeypatch.setattr(vllm_server, "_checked", lambda words: vllm_server._parser().parse_args(["serve", *words]))
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    with pytest.raises(Passed if refused is None else ConfigError) as caught:
+        vllm_server.check(["--config", str(tmp_path / "engine.yaml"), *given])
+    if refused is not None:
+        assert str(caught.value) == f"{refused}, which the launcher has to read; write it in full"
 
 
 def test_the_import_that_left_a_thread_is_named():

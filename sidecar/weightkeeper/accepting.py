@@ -100,7 +100,7 @@ class Connection:
             raise ProtocolError("the first message has to be a Hello")
         if hello.version != VERSION:
             raise ProtocolError(
-                f"the keeper speaks version {VERSION} and the client {hello.version}; "
+                f"this side speaks version {VERSION} and the client {hello.version}; "
                 "run the same release of weightkeeper on both sides"
             )
         if hello.role != role:
@@ -201,7 +201,7 @@ class Acceptor:
             with connection.scope:
                 await self._dialogue(connection)
             if connection.scope.cancelled_caught:
-                connection.say_at_once(RefusedError("the keeper needed this silent connection's place for another"))
+                connection.say_at_once(RefusedError("the place of this silent connection was needed for another"))
         except LostError as error:
             logger.debug("%s: %s", connection.shown, error)
         except WeightkeeperError as error:
@@ -211,7 +211,7 @@ class Acceptor:
             with contextlib.suppress(WeightkeeperError):
                 await connection.channel.send(Refusal(error.code, str(error)), seconds=1)
         except Exception:
-            logger.exception("%s: the dialogue broke on a fault of the keeper's own", connection.shown)
+            logger.exception("%s: the dialogue broke on a fault of our own", connection.shown)
         finally:
             self._connections.remove(connection)
             connection.channel.close()

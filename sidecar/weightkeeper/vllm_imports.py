@@ -197,20 +197,27 @@ def _tried(names: Sequence[str]) -> tuple[int, str]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        for number, name in enumerate(names):
-            os.write(writing, f"\n{number} it crashed or took over {TRIAL_SECONDS} s".encode())
-            signal.alarm(TRIAL_SECONDS)
-            _late((name,))
-            if (reason := unfit()) is not None:
-                os.write(writing, f"\n{number} {reason}".encode())
-                os._exit(0)
-        os.write(writing, f"\n{len(names)} ".encode())
-        os._exit(0)
+        try:
+            _try(names, writing)
+        finally:
+            os._exit(0)  # whatever an import raised, this process must not go on as a second template
     os.close(writing)
     with open(reading) as told:
         count, _, reason = told.read().rpartition("\n")[2].partition(" ")
     os.waitpid(child, 0)
     return int(count), reason
+
+
+def _try(names: Sequence[str], writing: int) -> None:
+    """In the child: import one after the other; the last line written is what `_tried` gives back."""
+    for number, name in enumerate(names):
+        os.write(writing, f"\n{number} it ended the process, crashed or took over {TRIAL_SECONDS} s".encode())
+        signal.alarm(TRIAL_SECONDS)
+        _late((name,))
+        if (reason := unfit()) is not None:
+            os.write(writing, f"\n{number} {reason}".encode())
+            return
+    os.write(writing, f"\n{len(names)} ".encode())
 
 
 def model(args: Namespace) -> None:

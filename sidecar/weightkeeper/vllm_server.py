@@ -9,17 +9,24 @@ import contextlib
 import functools
 import gc
 import io
+import itertools
 import logging
 import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from pathlib import Path
 
 import pydantic
 
-from weightkeeper import vllm_forks, vllm_imports, vllm_tokenizer
+from weightkeeper import engine_config, vllm_forks, vllm_imports, vllm_tokenizer
 from weightkeeper.errors import ConfigError
+
+READ_BY_THE_LAUNCHER = (
+    "--config", "--host", "--port", "--uds", "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile", "--ssl-cert-reqs",
+)  # fmt: skip
+"""Options that the launcher reads for itself, by their full names."""
 
 logger = logging.getLogger("vllm.weightkeeper")
 
@@ -60,6 +67,7 @@ def check(arguments: list[str]) -> None:
     """
     logging.disable(logging.WARNING)  # the server will say it
     args = _checked(arguments)
+    _refuse_abbreviations(arguments)
     if _set_by_imports is not None:
         _refuse_unforked(args)
         vllm_forks.prefer_fork()
@@ -114,6 +122,24 @@ def _in_own_words() -> Iterator[None]:
         raise ConfigError("; ".join(said)) from error
     except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError, ImportError, OSError) as error:
         raise ConfigError(str(error.args[0] if isinstance(error, KeyError) else error) or repr(error)) from error
+
+
+def _refuse_abbreviations(arguments: list[str]) -> None:
+    """Refuse an option that vLLM's parser would complete and the launcher would miss, here and in the config file.
+
+    Raises:
+        ConfigError: with the option's full name.
+    """
+    options = itertools.takewhile(lambda word: word != "--", arguments)
+    given = {word.partition("=")[0]: word.partition("=")[0] for word in options if word.startswith("--")}
+    if "--config" in arguments:
+        path = arguments[arguments.index("--config") + 1]
+        given |= {f"--{key}": f"{Path(path).name}: {key}" for key in engine_config.read(path)}
+    for option, shown in given.items():
+        name = option.replace("_", "-")
+        full = next((full for full in READ_BY_THE_LAUNCHER if full != name and full.startswith(name)), None)
+        if full is not None:
+            raise ConfigError(f"{shown} is an abbreviation of {full}, which the launcher has to read; write it in full")
 
 
 def _refuse_unforked(args: Namespace) -> None:

@@ -20,6 +20,7 @@ from weightkeeper.launcher.processes import table, with_descendants
 from weightkeeper.protocol import Status
 from weightkeeper.recovery import engine, gpu, processes
 from weightkeeper.recovery.bench import Bench, Settings
+from weightkeeper.recovery.launched import shortened
 from weightkeeper.recovery.project import ENGINE, SIDECAR, SUPERVISOR, UP_SECONDS, Project
 
 LOOK_SECONDS = 0.05

@@ -13,7 +13,7 @@ from weightkeeper.supervisor.connection import Connection
 from weightkeeper.supervisor.engines import Engines, Started, is_stopped, started
 from weightkeeper.supervisor.follow import Outcome, follow
 from weightkeeper.supervisor.history import History
-from weightkeeper.supervisor.launched import Launched, Replaced
+from weightkeeper.supervisor.launched import Launched, Replaced, newest_before
 from weightkeeper.supervisor.plan import Action
 from weightkeeper.supervisor.programs import Program
 from weightkeeper.supervisor.say import tell
@@ -151,11 +151,11 @@ class Actor:
                 before = status if before is None else before
                 if status is None or before is None:
                     return Replaced("starting", ENDING)
-                if not (is_asked and status.generation > before.generation):
+                if not (is_asked and status.generation > newest_before(before, status)):
                     is_asked = True
                     if not launched.ask_to_reload(cause, *options):
                         return Replaced("starting", ENDING)
-                return launched.follow(before.generation, self._reason)
+                return launched.follow(before, self._reason)
             except DockerLostError:
                 self._connection.wait()
                 if self._stop.is_set():

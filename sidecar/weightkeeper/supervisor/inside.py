@@ -1,11 +1,13 @@
 """Runs a program of ours inside a container: from a container and from the host alike, no socket has to be shared."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from docker.models.containers import Container
+from docker.utils.socket import STDERR, STDOUT, frames_iter
 
 from weightkeeper.errors import ServiceError, WeightkeeperError
 from weightkeeper.supervisor.connection import docker_answers
@@ -14,6 +16,9 @@ from weightkeeper.supervisor.stop import STEP_SECONDS, Stop
 
 PREFIX = "weightkeeper: "
 """Of the line in which our programs say why they failed."""
+
+MAX_OUTPUT_BYTES = 1024 * 1024
+"""On both streams together. A status is some kilobytes."""
 
 CONFIG_CODE = 2
 """Exit code of our programs for a setting that cannot be used."""
@@ -75,7 +80,18 @@ def run(container: Container, command: Sequence[str], limit_s: float, stop: Stop
 def _run(container: Container, command: list[str]) -> Done:
     api = container.client.api
     created = api.exec_create(container.id, command)
-    output, errors = api.exec_start(created["Id"], demux=True)
+    shown = " ".join(command)
+    said = {STDOUT: bytearray(), STDERR: bytearray()}
+    with contextlib.closing(api.exec_start(created["Id"], socket=True)) as stream:
+        for number, part in frames_iter(stream, tty=False):
+            if number not in said:
+                raise ServiceError(f"{container.name}: Docker's answer to `{shown}` cannot be read: stream {number}")
+            if sum(map(len, said.values())) + len(part) > MAX_OUTPUT_BYTES:
+                raise ServiceError(
+                    f"{container.name}: `{shown}` printed over {MAX_OUTPUT_BYTES} bytes; "
+                    "does the container hold another program under this name?"
+                )
+            said[number] += part
     code = api.exec_inspect(created["Id"])["ExitCode"]
-    texts = [(part or b"").decode("utf-8", "replace") for part in (output, errors)]
+    texts = [part.decode("utf-8", "replace") for part in said.values()]
     return Done(126 if code is None else code, *texts)

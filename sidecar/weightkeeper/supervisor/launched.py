@@ -42,6 +42,12 @@ class Replaced:
     phases: dict[str, float] = field(default_factory=dict)
 
 
+def newest_before(before: EngineStatus, status: EngineStatus) -> int:
+    """Generation in `status` after which servers are new since `before`: 0 in a launcher that was started anew."""
+    is_same = (before.launcher, before.started_at) == (status.launcher, status.started_at)
+    return before.generation if is_same else 0
+
+
 class Launched:
     """The launcher in one container. All methods raise ServiceError where it, DockerLostError where Docker is mute."""
 
@@ -73,10 +79,11 @@ class Launched:
         """
         return self._ask(CHECK_SECONDS, "engine-reload", "--cause", cause, *options)
 
-    def follow(self, before: int, why_over: Callable[[float], str]) -> Replaced:
-        """Wait until a server after generation `before` is ready, or the new ones end.
+    def follow(self, before: EngineStatus, why_over: Callable[[float], str]) -> Replaced:
+        """Wait until a server after the one of `before` is ready, or the new ones end.
 
         Args:
+            before: what the launcher told before it was asked for another server.
             why_over: called between looks with the seconds waited; a reason ends the wait with `starting`.
         """
         began = time.monotonic()
@@ -88,10 +95,11 @@ class Launched:
             status = self.status()
             if status is None:
                 continue
-            if status.state == "ready" and status.generation > before:
+            old = newest_before(before, status)
+            if status.state == "ready" and status.generation > old:
                 return Replaced("healthy", "", status.phases)
             last = status.last_exit
-            if last and last.generation > before and not last.was_asked:
+            if last and last.generation > old and not last.was_asked:
                 dead.add(last.generation)
             if status.state == "broken" or len(dead) >= DEATHS:
                 cause = last.cause if last else status.cause
