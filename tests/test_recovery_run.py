@@ -178,7 +178,9 @@ def test_the_agent_sees_the_interruption(whole):
         pause = samples[name].agent.longest
         assert pause.start <= samples[name].gone_s < pause.start + pause.seconds, name
     assert samples["disk"].agent.failed > 0
-    assert samples["reload"].agent.failed == samples["reload"].agent.cut == 0
+    reload = samples["reload"].agent
+    assert reload.cut == 0 and not any("refused" in error.lower() for error in reload.errors)
+    assert reload.failed <= 1, reload.errors  # an idle connection may be closed as it is used again
     assert samples["sidecar-crash"].agent.failed == 0
     assert "resumed" in [moment.kind for moment in samples["agent-crash"].timeline]
 
