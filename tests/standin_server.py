@@ -5,6 +5,7 @@ Its config file is YAML with these keys besides `host`, `port`, `uds` and `model
     refuse: TEXT         check raises ValueError with it
     crash: N             serve ends with this exit code before it listens; by signal -N where it is negative
     crash_while: FILE    as crash with 3, but only while this file exists
+    check_waits: FILE    check does not end while this file exists
     hang: FILE           /health does not answer while this file exists
     slow: SECONDS        before it accepts
     ignore_term: true    SIGTERM does nothing
@@ -61,6 +62,8 @@ def check(arguments: list[str]) -> None:
         raise SystemExit(2)
     if values.get("break"):
         os.kill(os.getpid(), signal.SIGSEGV)
+    while values.get("check_waits") and Path(values["check_waits"]).exists():
+        time.sleep(0.01)
     if values.get("refuse"):
         raise ValueError(values["refuse"])
 

@@ -44,7 +44,8 @@ def test_the_servers_threads_and_signals_are_the_users_own(monkeypatch):
         lines = Path(f"/proc/{facts['core']}/status").read_text().splitlines()
         masks = dict(line.split(":\t") for line in lines if line.startswith("Sig"))
         assert int(masks["SigBlk"], 16) == 0
-        assert int(masks["SigIgn"], 16) == 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1  # as Python starts
+        ignored = int(masks["SigIgn"], 16) & (1 << 31) - 1  # beyond these are the C library's own
+        assert ignored == 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1  # as Python starts
 
 
 def test_a_reload_replaces_the_server_and_not_the_template():
@@ -83,7 +84,7 @@ def test_the_phases_of_a_start_add_up():
     ("edit", "reason"),
     [
         ({"refuse": "max_model_len is too much"}, "max_model_len is too much"),
-        ({"break": True}, "the check of the arguments broke off (wait status 11)"),
+        ({"break": True}, "the check of the arguments broke off: signal 11 (SIGSEGV)"),
         ({"port": "many"}, "--port many: expected a number from 0 to 65535"),
         ({"shutdown-timeout": "long"}, "--shutdown-timeout long: expected seconds"),
     ],
@@ -179,7 +180,8 @@ def test_a_server_that_starts_is_given_its_time(tmp_path):
     hang.touch()
     with launcher(slow=1.5, hang=str(hang)) as engine:
         starting = engine.wait_for_state("starting")
-        wait_for(lambda: age(starting.pid or engine.status().pid) > 1.2, "four intervals of health checks")
+        pid = wait_for(lambda: starting.pid or engine.status().pid, "a server")
+        wait_for(lambda: age(pid) > 1.2, "four intervals of health checks")
         queued = subprocess.run(["ss", "-Hlt", f"sport = :{engine.port}"], capture_output=True, text=True)
         if queued.returncode == 0 and queued.stdout:
             assert int(queued.stdout.split()[1]) <= 1
@@ -406,7 +408,7 @@ def test_a_changed_variable_replaces_the_template():
         assert "environment: COLOUR, SHAPE changed; warming a template that has it" in engine.text()
         wait_for(is_gone(template), "the end of the old template")
         variables.write_text("COLOUR\n")
-        with pytest.raises(ConfigError, match="line 1: expected NAME=VALUE, found 'COLOUR'"):
+        with pytest.raises(ConfigError, match=r"line 1: expected NAME=VALUE$"):
             client.reload(engine.socket_dir, "e")
         assert engine.facts() == facts
         assert engine.end() == 0

@@ -5,15 +5,16 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import anyio
 import click
 
 from weightkeeper.commands import engine_options
 from weightkeeper.errors import ConfigError
-from weightkeeper.launcher.loop import Launcher
-from weightkeeper.launcher.reaping import Exit
 from weightkeeper.launcher.settings import APPLICATION, Settings, checked_name
+
+if TYPE_CHECKING:
+    from weightkeeper.launcher.reaping import Exit
 
 SECONDS = click.FloatRange(min=0, min_open=True)
 
@@ -40,6 +41,8 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option("--stop-grace", default=30.0, show_default=True, type=click.FloatRange(min=0),
               help="Seconds from SIGTERM to SIGKILL; longer than vLLM's --shutdown-timeout, shorter than Docker's "
               "stop_grace_period.")  # fmt: skip
+@click.option("--start-timeout", default=3600.0, show_default=True, type=SECONDS,
+              help="Seconds from a server's start to its first 200 from /health; else it has crashed.")  # fmt: skip
 @click.option("--health-interval", default=5.0, show_default=True, type=SECONDS,
               help="Seconds between two requests for /health, and for its answer.")  # fmt: skip
 @click.option("--health-failures", default=3, show_default=True, type=click.IntRange(min=1),
@@ -77,6 +80,7 @@ def command(
     health, else after 1, 2, 4 … 60 seconds. After five deaths without becoming healthy the launcher waits for SIGHUP
     or `weightkeeper engine-restart`, and answers clients with status 503 and the cause.
     """
+    early = heard()
     if arguments[:2] == ("vllm", "serve"):
         arguments = arguments[2:]
     if not arguments:
@@ -91,13 +95,26 @@ def command(
         **options,
     )
 
-    async def run() -> Exit:
-        return await Launcher(settings).run()
+    import anyio  # these take a while, in which a signal may come
+
+    from weightkeeper.launcher.loop import Launcher
+
+    async def run() -> "Exit":
+        return await Launcher(settings, early).run()
 
     leave(anyio.run(run))
 
 
-def leave(ended: Exit) -> None:
+def heard() -> list[int]:
+    """Signals from here on, until the launcher hears them itself. Without this SIGHUP would end us; process 1 would
+    not even see SIGTERM."""
+    numbers: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: numbers.append(number))
+    return numbers
+
+
+def leave(ended: "Exit") -> None:
     """End as the server did: with its code, or by its signal, which process 1 cannot do and ends with 128 + signal."""
     if ended.signal is not None and os.getpid() != 1:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it is not our core

@@ -1,7 +1,5 @@
 """The little that the launcher reads of the server's arguments: the config file, and where the server listens."""
 
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +7,13 @@ from typing import Any
 
 from weightkeeper import engine_config
 from weightkeeper.errors import ConfigError
+from weightkeeper.launcher import reading
 from weightkeeper.launcher.health import Tls
 from weightkeeper.launcher.listener import Address
 
 DEFAULT_PORT = 8000
+
+_PURPOSE = "the engine's options belong in this file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def read(arguments: tuple[str, ...], environment: Mapping[str, str]) -> Configur
     path, content, values = "", b"", {}
     if position is not None:
         path = _config_path(arguments, position)
-        content = _read(path)
+        content = reading.regular(path, engine_config.MAX_CONFIG_BYTES, _PURPOSE, "is this the engine's config file?")
         values = engine_config.parse(content, path)
 
     def option(name: str) -> str:
@@ -109,22 +110,6 @@ def _config_path(arguments: tuple[str, ...], position: int) -> str:
     if not path:
         raise ConfigError("--config has no file behind it")
     return path
-
-
-def _read(path: str) -> bytes:
-    limit = engine_config.MAX_CONFIG_BYTES
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        with open(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigError(f"{path}: no regular file; the engine's options belong in one")
-            content = stream.read(limit + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: {reason}; the engine's options belong in this file") from error
-    if len(content) > limit:
-        raise ConfigError(f"{path}: over {limit} bytes; is this the engine's config file?")
-    return content
 
 
 def _given(arguments: tuple[str, ...], name: str) -> str:

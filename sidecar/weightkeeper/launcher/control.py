@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 from weightkeeper.accepting import Acceptor, Connection
 from weightkeeper.errors import ConfigError, ProtocolError, SocketInUseError
@@ -73,15 +72,16 @@ class Control:
                 self._wishes.ask_to_restart(printable(cause) or "by hand")
                 return Done("the server is being replaced")
             case ReloadRequest(cause=cause, is_last_good=True):
-                if self._wishes.good is None:
-                    raise ConfigError("no server was healthy yet, so there is no last good configuration")
-                self._wishes.offer(replace(self._wishes.good, cause=printable(cause) or "by hand"))
+                await self._reloaded(cause, is_last_good=True)
                 return Done("the last good configuration is to be served again")
             case ReloadRequest(cause=cause):
-                wish = self._wishes.ask_to_reload(printable(cause) or "by hand")
-                await wish.decided.wait()
-                if wish.refusal:
-                    raise ConfigError(wish.refusal)
+                await self._reloaded(cause)
                 return Done("the configuration is accepted, the server is being replaced")
             case other:
                 raise ProtocolError(f"{name_of(other)} has no place on a launcher's control socket")
+
+    async def _reloaded(self, cause: str, is_last_good: bool = False) -> None:
+        wish = self._wishes.ask_to_reload(printable(cause) or "by hand", is_last_good)
+        await wish.decided.wait()
+        if wish.refusal:
+            raise ConfigError(wish.refusal)

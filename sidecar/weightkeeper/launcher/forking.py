@@ -12,14 +12,18 @@ from typing import Any
 
 import anyio
 
-from weightkeeper.errors import ConfigError, TemplateError
+from weightkeeper.errors import TemplateError
+from weightkeeper.launcher import outcome
 from weightkeeper.launcher.plain import start_module
 from weightkeeper.launcher.reaping import Reaper, Watched
-from weightkeeper.launcher.template import CHECK_SECONDS, MAX_MESSAGE_BYTES
+from weightkeeper.launcher.template import MAX_MESSAGE_BYTES
 from weightkeeper.launcher.warming import SINGLE_THREADED
 
 WARM_SECONDS = 900.0
 """For the imports of a template. A cold disk on a busy machine takes minutes."""
+
+CHECK_SECONDS = 60.0
+"""After which a check that is not through is given up."""
 
 FORK_SECONDS = 60.0
 """For a fork; a template of 2 GB takes some 50 ms."""
@@ -32,6 +36,9 @@ class Template:
         environment: that it was started with; variables that act at import have their effect in it.
         process: its end.
         seconds: that its imports took; 0 until it is ready.
+
+    Raises:
+        TemplateError: there is no room for it.
     """
 
     def __init__(self, application: str, arguments: Sequence[str], environment: Mapping[str, str], reaper: Reaper):
@@ -41,7 +48,10 @@ class Template:
         self._reaper = reaper
         self._lock = anyio.Lock()
         self._is_read = False
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise TemplateError(f"a template cannot be started: {error.strerror}") from error
         self._channel.setblocking(False)
         # The kernel lowers this to net.core.wmem_max; a message is the environment and the arguments, some 10 KiB.
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
@@ -49,7 +59,11 @@ class Template:
             number = theirs.fileno()
             options = ["--channel", str(number)]
             variables = self.environment | SINGLE_THREADED
-            self.process = start_module(reaper, application, options, arguments, variables, [number])
+            try:
+                self.process = start_module(reaper, application, options, arguments, variables, [number])
+            except BaseException:
+                self._channel.close()
+                raise
 
     async def ready(self) -> None:
         """Wait for its imports.
@@ -64,16 +78,22 @@ class Template:
         self.seconds, self.threads = float(message.get("seconds", 0)), int(message.get("threads", 0))
 
     async def check(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Have the arguments checked.
+        """Have the arguments checked, in a process of its own: a start need not wait for it.
 
         Raises:
             ConfigError: the server would refuse them; the message is the server's.
-            TemplateError: the template is lost.
+            TemplateError: the template is lost, or has no room for a process.
         """
         message = {"op": "check", "arguments": list(arguments), "environment": dict(environment)}
-        answer = await self._ask(message, [], CHECK_SECONDS + FORK_SECONDS)
-        if "error" in answer:
-            raise ConfigError(str(answer["error"]))
+        reading, writing = _pipe()
+        try:
+            try:
+                process = await self._fork(message, [writing])
+            finally:
+                os.close(writing)
+            await outcome.passed(process, reading, CHECK_SECONDS)
+        finally:
+            os.close(reading)
 
     async def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], directory: str, descriptors: Sequence[int]
@@ -89,22 +109,7 @@ class Template:
             TemplateError: the template is lost, or has no room for a process.
         """
         message = {"op": "fork", "arguments": list(arguments), "environment": dict(environment), "directory": directory}
-        since = time.monotonic()
-        reading, writing = os.pipe()
-        with open(writing, "wb", buffering=0) as go:
-            try:
-                with anyio.CancelScope(shield=True):  # or there would be a server that nobody knows
-                    answer = await self._ask(message, [*descriptors, reading], FORK_SECONDS)
-            finally:
-                os.close(reading)
-            if "unusable" in answer:
-                raise UnusableTemplateError(str(answer["unusable"]))
-            if "pid" not in answer:
-                raise TemplateError(str(answer.get("error", "the template's answer to a fork has no pid")))
-            server = self._reaper.watch(int(answer["pid"]), since)
-            with contextlib.suppress(BrokenPipeError):  # it has been killed already
-                go.write(b"1")
-        return server
+        return await self._fork(message, descriptors)
 
     def close(self) -> None:
         """End the process. Servers that were forked from it go on."""
@@ -116,14 +121,27 @@ class Template:
         else:
             self._channel.close()
 
-    async def _ask(self, message: dict[str, Any], descriptors: Sequence[int], seconds: float) -> dict[str, Any]:
-        async with self._lock:
+    async def _fork(self, message: dict[str, Any], descriptors: Sequence[int]) -> Watched:
+        """Ask for a child, and let it go on once it is watched. It is ours by the time it runs."""
+        reading, writing = _pipe()
+        with open(writing, "wb", buffering=0) as go:
             try:
-                self._send(json.dumps(message).encode(), descriptors)
-                return await self._receive(seconds)
-            except anyio.get_cancelled_exc_class():
-                self.close()  # an answer belongs to its question: this one would be taken for the next one's
-                raise
+                async with self._lock:
+                    since = time.monotonic()
+                    # Shielded, or there would be a process that nobody knows; a fork is all that this waits for.
+                    with anyio.CancelScope(shield=True):
+                        self._send(json.dumps(message).encode(), [*descriptors, reading])
+                        answer = await self._receive(FORK_SECONDS)
+            finally:
+                os.close(reading)
+            if "unusable" in answer:
+                raise UnusableTemplateError(str(answer["unusable"]))
+            if "pid" not in answer:
+                raise TemplateError(str(answer.get("error", "the template's answer to a fork has no pid")))
+            child = self._reaper.watch(int(answer["pid"]), since)
+            with contextlib.suppress(BrokenPipeError):  # it has been killed already
+                go.write(b"1")
+        return child
 
     def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
@@ -153,6 +171,13 @@ class Template:
         if not data:
             raise TemplateError("the template has ended")
         return json.loads(data)
+
+
+def _pipe() -> tuple[int, int]:
+    try:
+        return os.pipe()
+    except OSError as error:
+        raise TemplateError(f"nothing can be asked of the template: {error.strerror}") from error
 
 
 class UnusableTemplateError(TemplateError):

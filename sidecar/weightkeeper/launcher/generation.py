@@ -3,14 +3,17 @@
 import contextlib
 import itertools
 import logging
+import os
+import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 
-from weightkeeper.errors import TemplateError
+from weightkeeper.errors import ConfigError, TemplateError
 from weightkeeper.launcher import timeline
 from weightkeeper.launcher.forking import UnusableTemplateError
 from weightkeeper.launcher.gpu_memory import GpuMemory
@@ -76,12 +79,13 @@ class Generations:
     def close(self) -> None:
         self._memory.close()
 
-    async def serve(self, plan: Plan, cause: str, marks: Timeline) -> Outcome:
+    async def serve(self, plan: Plan, cause: str, marks: Timeline, good: Callable[[], None]) -> Outcome:
         """Start a server, watch it, end it.
 
         Args:
             cause: why it is started, in words.
             marks: of its start, which may have begun with the end of the one before.
+            good: called when it is healthy.
         """
         number = self._state.generation = next(self._numbers)
         self._state.configuration = plan.configuration
@@ -95,13 +99,15 @@ class Generations:
                     logger.error("generation %d: %s", number, started.cause)
                 return Outcome(started, None, None, time.monotonic())
             process, receiver = started
-            with (
-                receiver,
-                contextlib.closing(Server(process, number, plan, marks, self._settings, self._reaper)) as server,
-            ):
+            with receiver, contextlib.ExitStack() as undo:
+                try:
+                    server = Server(process, number, plan, marks, self._settings, self._reaper)
+                except OSError as error:
+                    return await self._unwatched(process, error)
+                undo.callback(server.close)
                 self._state.pid, self._state.tree = server.pid, server.tree
                 logger.info("generation %d: pid %d started (%s)", number, server.pid, cause)
-                return await self._follow(server, receiver, cause)
+                return await self._follow(server, receiver, cause, good)
         finally:
             self._state.pid, self._state.tree = 0, None
             self._directory.remove(directory)
@@ -112,6 +118,7 @@ class Generations:
         async def start() -> tuple[Watched, socket.socket]:
             for left in reversed(range(START_TRIES)):
                 source = await self._templates.source()
+                plan.listener.renew()
                 try:
                     return await start_server(source, plan, directory)
                 except UnusableTemplateError as error:
@@ -125,12 +132,25 @@ class Generations:
 
         try:
             started = await self._wishes.unless_stopped(start)
-        except TemplateError as error:
+        except (ConfigError, TemplateError) as error:
             return Verdict("crash", f"the server cannot be started: {error}")
         return Verdict("stop", self._wishes.stop) if started is None else started
 
-    async def _follow(self, server: Server, receiver: socket.socket, cause: str) -> Outcome:
-        verdict = await server.watch(receiver, self._wishes, lambda: self._ready(server, cause))
+    async def _unwatched(self, process: Watched, error: OSError) -> Outcome:
+        """There is no room to watch a server that was just forked, so it goes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        await process.ended.wait()
+        verdict = Verdict("crash", f"the server cannot be watched: {error.strerror or error}")
+        logger.error("generation %d: %s", self._state.generation, verdict.cause)
+        return Outcome(verdict, process.exit, None, time.monotonic())
+
+    async def _follow(self, server: Server, receiver: socket.socket, cause: str, good: Callable[[], None]) -> Outcome:
+        def ready() -> None:
+            self._ready(server, cause)
+            good()
+
+        verdict = await server.watch(receiver, self._wishes, ready)
         healthy_seconds, since = server.healthy_seconds, time.monotonic()
         self._state.enter("draining" if verdict.kind == "stop" else "reloading", verdict.cause)
         level = logging.INFO if verdict.was_asked else logging.ERROR

@@ -1,6 +1,8 @@
 """`GET /health`, as a client of the server makes it, and only while there is a server."""
 
 import contextlib
+import errno
+import logging
 import ssl
 from typing import Literal
 
@@ -17,7 +19,10 @@ RETRY_SECONDS = 0.1
 """Between two questions to a server that answers something other than 200 while it starts."""
 
 _HEAD = 512
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nUser-Agent: weightkeeper\r\nConnection: close\r\n\r\n"
+
+logger = logging.getLogger(__name__)
 
 
 async def first(listener: Listener, tls: Tls) -> None:
@@ -38,6 +43,9 @@ async def fails(listener: Listener, tls: Tls, seconds: float) -> str:
     except TimeoutError:
         return f"no answer from /health within {seconds:g} s"
     except (OSError, anyio.BrokenResourceError, anyio.EndOfStream) as error:
+        if {getattr(each, "errno", None) for each in (error, error.__cause__)} & _NO_ROOM:
+            logger.warning("/health cannot be asked, for want of room in the launcher: %s", error.__cause__ or error)
+            return ""  # that is no fault of the server's
         return f"/health cannot be asked: {str(error) or type(error).__name__}"
     return "" if status == 200 else f"/health answers {status}"
 

@@ -1,6 +1,8 @@
 """Starts and ends of one engine's servers as JSON lines, `engine-NAME.jsonl` in the state directory."""
 
+import contextlib
 import logging
+import os
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from weightkeeper.errors import ConfigError
 
 MAX_BYTES = 1024 * 1024
 """Some 3,000 records; then the older half goes."""
+
+_MODE = 0o600
+"""Causes may quote what a server said."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +53,8 @@ class EngineHistory:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a"):
-                pass
+            with open(self._path, "ab", opener=_private) as stream, contextlib.suppress(PermissionError):
+                os.fchmod(stream.fileno(), _MODE)
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}; give another with --state-dir") from error
 
@@ -61,7 +66,7 @@ class EngineHistory:
         line = msgspec.json.encode(Record(time, event, generation, pid, cause, **more)) + b"\n"  # type: ignore[arg-type]
         try:
             self._shorten(len(line))
-            with self._path.open("ab") as stream:
+            with open(self._path, "ab", opener=_private) as stream:
                 stream.write(line)
         except OSError as error:
             logger.warning("history: %s: %s", self._path, error.strerror)
@@ -71,5 +76,11 @@ class EngineHistory:
             return
         newer = self._path.read_bytes()[-(MAX_BYTES // 2) :]
         temporary = self._path.with_suffix(".new")
-        temporary.write_bytes(newer[newer.find(b"\n") + 1 :])
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", opener=_private) as stream:
+            stream.write(newer[newer.find(b"\n") + 1 :])
         temporary.replace(self._path)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, _MODE)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import stat
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from weightkeeper.errors import ConfigError
 from weightkeeper.launcher import holders
+from weightkeeper.quantities import printable
 from weightkeeper.sockets import fitting
 
 BACKLOG = 2048
@@ -16,6 +18,9 @@ BACKLOG = 2048
 
 _PROBE_SECONDS = 1.0
 _ANY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared, not bound
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,43 +57,73 @@ class Listener:
             self.reach = _ANY.get(address.host, address.host), self.socket.getsockname()[1]
         self.inode = os.fstat(self.socket.fileno()).st_ino
 
+    def renew(self) -> None:
+        """Bind anew where somebody has removed or replaced the socket's file: nobody could reach the next server.
+
+        Raises:
+            ConfigError: as when it was made; the old socket stays.
+        """
+        if self._identity is None or self._is_there():
+            return
+        old, self.socket = self.socket, self._at_path(self.address.path)
+        old.close()
+        self.inode = os.fstat(self.socket.fileno()).st_ino
+        logger.warning("--uds %s: the socket's file was gone; it is bound anew", self.address.path)
+
     def close(self) -> None:
         self.socket.close()
-        if self._identity is not None:
+        if self._identity is not None and self._is_there():
             with contextlib.suppress(OSError):
-                state = os.lstat(self.reach)
-                if (state.st_dev, state.st_ino) == self._identity:
-                    os.unlink(self.reach)
+                os.unlink(self.reach)
+
+    def _is_there(self) -> bool:
+        try:
+            state = os.lstat(self.reach)
+        except OSError:
+            return False
+        return (state.st_dev, state.st_ino) == self._identity
 
     def _at_path(self, path: str) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError(f"--uds {printable(path)}: {_reason(error)}") from error
         try:
             if _is_dead(path):
                 os.unlink(path)
             listener.bind(path)
             listener.listen(BACKLOG)
             state = os.lstat(path)
-        except OSError as error:
+        except (OSError, ValueError, TypeError) as error:
             listener.close()
-            raise ConfigError(f"--uds {path}: {error.strerror}; stop who listens there, or choose another") from error
+            raise ConfigError(
+                f"--uds {printable(path)}: {_reason(error)}; stop who listens there, or choose another"
+            ) from error
         self._identity = state.st_dev, state.st_ino
         return listener
 
 
 def _at_port(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{address}: {_reason(error)}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
         listener.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:  # the latter of a host that is no name
         listener.close()
-        text = f"{address}: {error.strerror or error}"
-        if error.errno == errno.EADDRINUSE:
+        text = f"{printable(str(address))}: {_reason(error)}"
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             text = f"{text}, by {holders.of_port(address.port)}; stop it, or choose another --port"
         raise ConfigError(text) from error
     return listener
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or printable(str(error))
 
 
 def _is_dead(path: str) -> bool:

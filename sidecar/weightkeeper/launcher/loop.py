@@ -4,7 +4,8 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Iterator, Sequence
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -25,7 +26,8 @@ from weightkeeper.launcher.timeline import Timeline
 from weightkeeper.launcher.unavailable import refuse_clients
 from weightkeeper.launcher.wishes import Plan, Wishes
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (*ENDING, signal.SIGCHLD)
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +35,18 @@ logger = logging.getLogger(__name__)
 class Launcher:
     """One engine.
 
+    Args:
+        early: signals that came before this, and come until `run` hears them itself.
+
     Raises:
         ConfigError: a directory that it needs cannot be used.
         SocketPathError: so with the control socket's.
         SocketInUseError: a live launcher has this name.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, early: Sequence[int] = ()):
         self._settings = settings
+        self._early = early
         self._reaper = Reaper()
         self._wishes = Wishes()
         self._state = EngineState(settings.name)
@@ -69,7 +75,9 @@ class Launcher:
         """
         processes.become_subreaper()
         ended: Exit | WeightkeeperError
-        with self._undo, anyio.open_signal_receiver(*SIGNALS) as signals:
+        with self._undo, deaf_afterwards(), anyio.open_signal_receiver(*SIGNALS) as signals:
+            for number in self._early:
+                self._take(signal.Signals(number))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._hear, signals)
                 tasks.start_soon(self._control.run)
@@ -79,19 +87,23 @@ class Launcher:
                     ended = error
                 self._state.enter("stopped")
                 tasks.cancel_scope.cancel()
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         if isinstance(ended, WeightkeeperError):
             raise ended
         return Exit(code=130) if self._wishes.stop == "SIGINT" else ended
 
     async def _hear(self, signals: AsyncIterable[signal.Signals]) -> None:
         async for number in signals:
-            if number == signal.SIGCHLD:
-                self._reaper.reap()
-            elif number == signal.SIGHUP:
-                self._wishes.ask_to_reload("SIGHUP")
-            else:
-                logger.info("%s: ending%s", number.name, " at once" if self._wishes.stop else "")
-                self._wishes.ask_to_stop(number.name)
+            self._take(number)
+
+    def _take(self, number: signal.Signals) -> None:
+        if number == signal.SIGCHLD:
+            self._reaper.reap()
+        elif number == signal.SIGHUP:
+            self._wishes.ask_to_reload("SIGHUP")
+        else:
+            logger.info("%s: ending%s", number.name, " at once" if self._wishes.stop else "")
+            self._wishes.ask_to_stop(number.name)
 
     async def _live(self, tasks: anyio.abc.TaskGroup) -> Exit:
         logger.info("warming: importing the server")
@@ -103,8 +115,8 @@ class Launcher:
         cause, marks = "start", Timeline(time.monotonic())
         while True:
             plan = self._wishes.take_for_start() or plan
-            self._preparer.settle(plan, self._wishes.plan, self._wishes.good)
-            outcome = await self._generations.serve(plan, cause, marks)
+            self._settle(plan)
+            outcome = await self._generations.serve(plan, cause, marks, partial(self._settle, plan))
             verdict = outcome.verdict
             if verdict.kind == "stop" or not (verdict.was_asked or self._settings.restarts):
                 return outcome.exit or Exit(code=0 if verdict.was_asked else 1)
@@ -113,13 +125,16 @@ class Launcher:
                 self._backoff.forgive()
             cause, marks = f"{verdict.kind}: {verdict.cause}", Timeline(outcome.ending_since)
             marks.add("stop")
-            if not verdict.was_asked and await self._pause(outcome, plan):
+            if not verdict.was_asked and await self._pause(outcome, plan, marks):
                 cause, marks = f"{self._wishes.kind}: {self._wishes.cause}", Timeline(time.monotonic())
                 self._backoff.forgive()
             if self._wishes.stop:
                 return Exit(code=0)
 
-    async def _pause(self, outcome: Outcome, plan: Plan) -> bool:
+    def _settle(self, plan: Plan) -> None:
+        self._preparer.settle(plan, self._wishes.plan, self._wishes.good)
+
+    async def _pause(self, outcome: Outcome, plan: Plan, marks: Timeline) -> bool:
         """After a death, wait as long as is due, or until somebody asks for something; whether somebody did."""
         cause = outcome.verdict.cause
         delay = self._backoff.died(outcome.healthy_seconds)
@@ -136,9 +151,21 @@ class Launcher:
             self._state.enter("waiting", cause, delay)
             with anyio.move_on_after(delay):
                 await self._wishes.urgent()
+            marks.add("wait")
         return bool(self._wishes.kind)
 
     def _refused(self, reason: str) -> None:
         self._state.refuse(reason)
         if reason:
             self._history.append("refused", self._state.generation, self._state.pid, reason)
+
+
+@contextlib.contextmanager
+def deaf_afterwards() -> Iterator[None]:
+    """Ignore further signals from here to the end of the process: how it ends is decided."""
+    try:
+        yield
+    finally:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)

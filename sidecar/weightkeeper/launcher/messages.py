@@ -21,7 +21,8 @@ class ReloadRequest(Message, frozen=True):
     """`cause` is for the log and the history.
 
     Attributes:
-        is_last_good: serve what was healthy last instead of what the file holds now; nothing is read or checked.
+        is_last_good: serve what was healthy last instead of what the file holds now; nothing is read or
+            checked, but a template of its variables may have to warm.
     """
 
     cause: str = ""

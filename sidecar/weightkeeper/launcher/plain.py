@@ -1,19 +1,15 @@
 """Servers as processes of their own, each with imports of its own: the way that needs no fork."""
 
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
-import anyio
-
 from weightkeeper import phases
-from weightkeeper.errors import ConfigError, TemplateError
+from weightkeeper.errors import TemplateError
+from weightkeeper.launcher import outcome
 from weightkeeper.launcher.reaping import Reaper, Watched
-from weightkeeper.launcher.template import MAX_MESSAGE_BYTES
 
 PLAIN_CHECK_SECONDS = 600.0
 """For a check that has to import the server first."""
@@ -41,26 +37,19 @@ class Plain:
 
     async def check(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """As Template.check; it takes as long as the imports do."""
-        reading, writing = os.pipe()
-        with open(reading, "rb") as answer:
+        try:
+            reading, writing = os.pipe()
+        except OSError as error:
+            raise TemplateError(f"the arguments cannot be checked: {error.strerror}") from error
+        try:
             try:
                 options = ["--check", str(writing)]
                 process = start_module(self._reaper, self._application, options, arguments, environment, [writing])
             finally:
                 os.close(writing)
-            try:
-                with anyio.fail_after(PLAIN_CHECK_SECONDS):
-                    await process.ended.wait()
-            except TimeoutError as error:
-                raise ConfigError(f"the check did not end within {PLAIN_CHECK_SECONDS:g} s") from error
-            finally:
-                if not process.ended.is_set():
-                    os.kill(process.pid, signal.SIGKILL)
-            os.set_blocking(answer.fileno(), False)
-            data = answer.read(MAX_MESSAGE_BYTES)
-        message = json.loads(data) if data else {"error": f"the check of the arguments broke off: {process.exit}"}
-        if "error" in message:
-            raise ConfigError(str(message["error"]))
+            await outcome.passed(process, reading, PLAIN_CHECK_SECONDS)
+        finally:
+            os.close(reading)
 
 
 def start_module(

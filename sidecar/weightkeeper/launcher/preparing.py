@@ -3,12 +3,14 @@
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import anyio
 
-from weightkeeper.errors import TemplateError, WeightkeeperError
+from weightkeeper.errors import ConfigError, TemplateError, WeightkeeperError
 from weightkeeper.launcher import arguments, environment
 from weightkeeper.launcher.arguments import Configuration
+from weightkeeper.launcher.checking import cut
 from weightkeeper.launcher.forking import Template
 from weightkeeper.launcher.listener import Address, Listener
 from weightkeeper.launcher.private import PrivateDirectory
@@ -56,9 +58,15 @@ class Preparer:
         Raises:
             ConfigError: it cannot be started.
         """
-        taken: list[Reload] = []
-        plan = await self._prepare("start", taken, is_first=True)
-        _decide(taken)
+        plan = await self._checked(self._read(), "start", is_first=True)
+        while self._wishes.reloads:
+            taken = self._wishes.take_reloads()
+            try:
+                plan = await self._newer(plan, taken)
+            except Exception as error:  # the plan that passed is still good
+                self._refuse(taken, error)
+            else:
+                _decide(taken)
         return plan
 
     def settle(self, *needed: Plan | None) -> None:
@@ -80,22 +88,49 @@ class Preparer:
             await anyio.sleep(SETTLE_SECONDS)
             taken = self._wishes.take_reloads()
             try:
-                plan = await self._prepare(taken[0].cause, taken)
-            except WeightkeeperError as error:
-                logger.error("reload refused, the server goes on as it is: %s", error)
-                self._refused(str(error))
-                _decide(taken, str(error))
+                if taken[0].is_last_good:
+                    plan = await self._last_good(taken[0].cause)
+                else:
+                    plan = await self._prepare(taken[0].cause, taken)
+            except Exception as error:
+                self._refuse(taken, error)
             else:
                 self._refused("")
                 self._wishes.offer(plan)
                 _decide(taken)
 
-    async def _prepare(self, cause: str, taken: list[Reload], is_first: bool = False) -> Plan:
+    def _refuse(self, taken: list[Reload], error: Exception) -> None:
+        """A fault of ours refuses the reload, too: it is no reason to end a good server."""
+        is_ours = not isinstance(error, WeightkeeperError)
+        reason = cut(f"{type(error).__name__}: {error}" if is_ours else str(error))
+        logger.error("reload refused, the server goes on as it is: %s", reason, exc_info=error if is_ours else None)
+        self._refused(reason)
+        _decide(taken, reason)
+
+    async def _last_good(self, cause: str) -> Plan:
+        """What was healthy last, once there is a template of its variables. Nothing is read or checked."""
+        while (good := self._wishes.good) is not None:
+            read = good.configuration
+            source = await self._templates.candidate(read.arguments, read.environment)
+            if self._wishes.good is good:
+                self._templates.adopt(source, read.arguments, read.environment)
+                return replace(good, cause=cause)
+            self._templates.discard(source)  # another became healthy meanwhile
+        raise ConfigError("no server was healthy yet, so there is no last good configuration")
+
+    async def _newer(self, plan: Plan, taken: list[Reload]) -> Plan:
+        """What requests during the first warming lead to."""
+        if taken[0].is_last_good:
+            return await self._last_good(taken[0].cause)
+        read = self._read()
+        return plan if read == plan.configuration else await self._checked(read, "start", is_first=True)
+
+    async def _prepare(self, cause: str, taken: list[Reload]) -> Plan:
         """Read until what was checked is still what is there, so that later requests are answered, too."""
         read = self._read()
         while True:
-            plan = await self._checked(read, cause, is_first)
-            if not self._wishes.reloads:
+            plan = await self._checked(read, cause)
+            if not self._wishes.has_reading:
                 return plan
             taken += self._wishes.take_reloads()
             again = self._read()
@@ -115,7 +150,7 @@ class Preparer:
             )
         return read
 
-    async def _checked(self, read: Configuration, cause: str, is_first: bool) -> Plan:
+    async def _checked(self, read: Configuration, cause: str, is_first: bool = False) -> Plan:
         for left in reversed(range(TRIES)):
             source = await self._templates.candidate(read.arguments, read.environment)
             copy = self._directory.configuration(next(self._numbers))

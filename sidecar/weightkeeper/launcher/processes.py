@@ -2,12 +2,15 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,11 +47,17 @@ class Process:
 
 
 def process(pid: int) -> Process | None:
-    """One process; None where there is none."""
+    """One process; None where there is none.
+
+    Raises:
+        OSError: there is no room to look, which does not say that there is none.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stream:
             raw = stream.read(4096)
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
         return None
     head, _, tail = raw.rpartition(b")")
     name = head.partition(b"(")[2].decode(errors="replace")
@@ -60,7 +69,7 @@ def process(pid: int) -> Process | None:
 
 
 def table() -> dict[int, Process]:
-    """All processes that we see."""
+    """All processes that we see. Raises as `process`."""
     found = (process(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {each.pid: each for each in found if each is not None}
 

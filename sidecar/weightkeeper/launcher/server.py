@@ -28,6 +28,9 @@ LAST_WORDS_SECONDS = 5.0
 ORDERLY_SECONDS = 1.0
 """For a server that knows of the end of one of its processes to end by itself."""
 
+SAY_SECONDS = 60.0
+"""Between two words about a server that does not become healthy."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -102,7 +105,7 @@ class Server:
                 return Verdict(kind, wishes.cause)
 
             tasks.start_soon(timeline.collect, receiver, self._take)
-            for each in (self._ended, self._lost, unhealthy, wished):
+            for each in (self._ended, self._lost, self._late, unhealthy, wished):
                 tasks.start_soon(judge, each)
         return found[0]
 
@@ -141,6 +144,19 @@ class Server:
             await self.process.ended.wait()
         return Verdict("crash", f"{who} ended" + (f" by {how}" if how is not None else ""))
 
+    async def _late(self) -> Verdict:
+        """Say each minute that it is not healthy yet; after the time for a start that counts as its death."""
+        limit, began = self._settings.start_timeout, time.monotonic()
+        while True:
+            passed = time.monotonic() - began
+            await anyio.sleep(max(0.0, min(SAY_SECONDS, limit - passed)))
+            if self.healthy_at is not None:
+                await anyio.sleep_forever()
+            passed = time.monotonic() - began
+            if passed >= limit:
+                return Verdict("crash", f"/health did not answer 200 within {limit:g} s of the start")
+            logger.warning("generation %d: not healthy %.0f s after its start", self.generation, passed)
+
     async def _stays_dead(self) -> Verdict:
         failures = 0
         while True:
@@ -174,18 +190,19 @@ async def start_server(source: Source, plan: Plan, directory: Path) -> tuple[Wat
         TemplateError: it cannot be started.
     """
     with contextlib.ExitStack() as undo:
-        receiver = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         try:
+            receiver = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             directory.mkdir(mode=0o700, exist_ok=True)
             marks = str(directory / MARKS)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(marks)
             receiver.bind(marks)
             receiver.setblocking(False)
+            sender = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            sender.connect(marks)
         except OSError as error:
             raise TemplateError(f"{directory}: {error.strerror or error}") from error
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.connect(marks)
+        with sender:
             descriptors = [plan.listener.socket.fileno(), sender.fileno()]
             environment = plan.configuration.environment
             process = await source.start(plan.arguments, environment, str(directory), descriptors)

@@ -26,6 +26,7 @@ class Settings:
         prefork: whether servers are forked from a process that has their imports.
         restarts: whether a server that ended is started again.
         stop_grace: from SIGTERM to SIGKILL.
+        start_timeout: from a server's start to its first answer; after that the start counts as a crash.
         health_interval: between two looks at a ready server, and the time that each has.
         health_failures: in a row, after which the server is replaced.
         delay: before the second start in a row; doubles each time.
@@ -42,6 +43,7 @@ class Settings:
     prefork: bool = True
     restarts: bool = True
     stop_grace: float = 30.0
+    start_timeout: float = 3600.0
     health_interval: float = 5.0
     health_failures: int = 3
     delay: float = 1.0

@@ -6,7 +6,8 @@ It warms, says so, and then answers one request after the other; each is a JSON 
 
     ready      ← {"ready": true, "seconds": 17.2, "threads": 1} | {"unusable": "reason"}
     check      → {"op": "check", "arguments": […], "environment": {…}}
-               ← {"ok": true} | {"error": "as the user should see it"}
+                 and two descriptors: of a pipe for the outcome, and of one as below; the check is a process of its own
+               ← {"pid": 123}, and on the pipe {"ok": true} | {"error": "as the user should see it"}
     fork       → {"op": "fork", "arguments": […], "environment": {…}, "directory": "…"}
                  and three descriptors: of the listening socket, of a socket for marks, and of a pipe; the server
                  goes on when a byte comes on the pipe, and ends where none does, because nobody knows of it then
@@ -23,7 +24,6 @@ import importlib
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -39,9 +39,6 @@ from weightkeeper.launcher.warming import unfit, warm
 
 MAX_MESSAGE_BYTES = 1024 * 1024
 
-CHECK_SECONDS = 60
-"""After which a check that is not through is given up."""
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -51,16 +48,27 @@ class Server:
     listener: int
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a forked child is to check. It may import, set and break what it likes.
+
+    Attributes:
+        outcome: descriptor of the pipe for it.
+    """
+
+    arguments: list[str]
+    outcome: int
+
+
 class Template:
     """The dialogue with the launcher, from warm to the end of the channel."""
 
-    def __init__(self, application: ModuleType, channel: socket.socket, launcher: int):
-        self._application = application
+    def __init__(self, channel: socket.socket, launcher: int):
         self._channel = channel
         self._launcher = launcher
         self._inodes: list[int] = []
 
-    def answer(self) -> Server | None:
+    def answer(self) -> Server | Check | None:
         """Answer requests. Returns what to run in a forked child, and None in the template itself, at the end."""
         while True:
             request, descriptors = self._receive()
@@ -68,14 +76,14 @@ class Template:
                 if has_lost(self._launcher):  # by SIGKILL, perhaps: what descends from its last server goes, too
                     holders.kill(self._inodes)
                 return None
-            if request["op"] == "check":
-                self._say(self._check(request))
-            elif (reason := unfit()) is not None:
+            is_server = request["op"] == "fork"
+            if is_server and (reason := unfit()) is not None:
                 self._say({"unusable": reason})
             else:
-                self._inodes = [os.fstat(each).st_ino for each in descriptors[:2]]
-                if (server := self._fork(request, descriptors)) is not None:
-                    return server
+                if is_server:
+                    self._inodes = [os.fstat(each).st_ino for each in descriptors[:2]]
+                if (child := self._fork(request, descriptors)) is not None:
+                    return child
             for each in descriptors:
                 os.close(each)
 
@@ -94,58 +102,44 @@ class Template:
         with contextlib.suppress(ConnectionError):  # the next read sees the end
             self._channel.send(json.dumps(message).encode())
 
-    def _check(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Check in a child, which may import, set and break what it likes."""
-        reading, writing = os.pipe()
-        child = _fork()
-        if child == 0:
-            os.close(reading)
-            self._channel.close()
-            die_with_parent(signal.SIGKILL)
-            signal.alarm(CHECK_SECONDS)
-            become(request["environment"])
-            _write(writing, json.dumps(check(self._application, request["arguments"])).encode())
-            os._exit(0)
-        os.close(writing)
-        answer = _read(reading)
-        _, status = os.waitpid(child, 0)
-        if answer:
-            return json.loads(answer)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-            return {"error": f"the check of the arguments did not end within {CHECK_SECONDS} s"}
-        return {"error": f"the check of the arguments broke off (wait status {status}); see the log above"}
-
-    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> Server | None:
+    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> Server | Check | None:
         """Fork by way of a child that ends at once, so that the launcher becomes the parent."""
-        reading, writing = os.pipe()
+        try:
+            reading, writing = os.pipe()
+        except OSError as error:
+            self._say({"error": f"the process cannot be forked: {error.strerror}"})
+            return None
         try:
             between = _fork()
         except OSError as error:
             os.close(reading)
             os.close(writing)
-            self._say({"error": f"the server cannot be forked: {error.strerror}"})
+            self._say({"error": f"the process cannot be forked: {error.strerror}"})
             return None
         if between == 0:
             try:
-                server = _fork()
+                child = _fork()
             except OSError:
                 os._exit(1)
-            if server:
-                os.write(writing, str(server).encode())
+            if child:
+                os.write(writing, str(child).encode())
                 os._exit(0)
             os.close(reading)
             os.close(writing)
             self._channel.close()
-            listener, marks, go = descriptors
-            await_go(go)
+            await_go(descriptors[-1])
             await_parent(self._launcher)
+            if request["op"] == "check":
+                become(request["environment"])
+                return Check(request["arguments"], descriptors[0])
+            listener, marks, _ = descriptors
             become(request["environment"] | {phases.CHANNEL: str(marks), "TMPDIR": request["directory"]})
             phases.mark("server", "fork")
             return Server(request["arguments"], listener)
         os.close(writing)
         answer = _read(reading)
         os.waitpid(between, 0)
-        self._say({"pid": int(answer)} if answer else {"error": "the server cannot be forked: no room for a process"})
+        self._say({"pid": int(answer)} if answer else {"error": "the process cannot be forked: no room for it"})
         return None
 
 
@@ -177,7 +171,7 @@ def main() -> None:
         return
     if options.serve is not None:
         application: ModuleType | None = importlib.import_module(options.application)
-        server: Server | None = Server(options.arguments, options.serve)
+        child: Server | Check | None = Server(options.arguments, options.serve)
         phases.mark("server", "imports")
     else:
         application, message = warm(options.application, options.arguments)
@@ -188,9 +182,14 @@ def main() -> None:
             return
         # From here on the end of the channel tells of the launcher's, and leaves time to clear up behind it.
         die_with_parent(0)
-        server = Template(application, channel, options.launcher).answer()
-    if server is not None and application is not None:
-        application.serve(server.arguments, socket.socket(fileno=server.listener))
+        child = Template(channel, options.launcher).answer()
+    if isinstance(child, Check) and application is not None:
+        _write(child.outcome, json.dumps(check(application, child.arguments)).encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # what the imports left for the end of a process is the template's
+    if isinstance(child, Server) and application is not None:
+        application.serve(child.arguments, socket.socket(fileno=child.listener))
 
 
 def _options() -> argparse.Namespace:

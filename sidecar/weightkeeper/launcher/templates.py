@@ -16,6 +16,7 @@ TRIES = 3
 """Templates in a row that may end while they warm; then servers are started plainly."""
 
 _RETRY_SECONDS = 0.5
+_RETRY_SECONDS_MOST = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ class Templates:
         """What a server with this environment is to be started from: the current source, or a new one, ready.
 
         It comes into use by `adopt`, and goes by `discard` where it is not to.
+
+        Raises:
+            TemplateError: there is no room for a new one.
         """
         if self.current is not None and environment == self._environment:
             return await self.source()
@@ -53,13 +57,12 @@ class Templates:
         return await self._warmed(arguments, environment)
 
     def adopt(self, candidate: Source, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Use it from now on; the one before goes."""
-        old, self.current = self.current, candidate
+        """Use it from now on; the one before goes. Not one that has been replaced since it was given out."""
+        if self.current not in (None, candidate) and environment == self._environment:
+            self.discard(candidate)
+            return
         self._environment, self._arguments = environment, arguments
-        if old is not candidate and isinstance(old, Template):
-            old.close()
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._use(candidate)
 
     def discard(self, candidate: Source) -> None:
         """Do without a candidate, unless it is what is in use."""
@@ -73,7 +76,7 @@ class Templates:
         return self.current
 
     async def keep(self) -> None:
-        """Replace a template that ends, for ever."""
+        """Replace a template that ends, for ever. Where there is no room for one the server goes on without."""
         while True:
             current = self.current
             if not isinstance(current, Template):
@@ -83,9 +86,9 @@ class Templates:
             if current is not self.current:
                 continue
             logger.warning("the template ended by itself, %s; warming a new one", current.process.exit)
-            renewed = await self._warmed(self._arguments, self._environment)
+            renewed = await self._renewed(current)
             if current is self.current:
-                self.adopt(renewed, self._arguments, self._environment)
+                self._use(renewed)
             else:
                 self.discard(renewed)
 
@@ -93,18 +96,44 @@ class Templates:
         """Start servers plainly from now on."""
         template.close()
         if template is self.current:
-            self.adopt(self._plain(why), self._arguments, self._environment)
+            self._use(self._plain(why))
 
     def close(self) -> None:
         if isinstance(self.current, Template):
             self.current.close()
+
+    def _use(self, candidate: Source) -> None:
+        old, self.current = self.current, candidate
+        if old is not candidate and isinstance(old, Template):
+            old.close()
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _renewed(self, lost: Template) -> Source:
+        """A new source in place of `lost`, as soon as one can be had."""
+        delay = _RETRY_SECONDS
+        while True:
+            try:
+                return await self._warmed(self._arguments, self._environment)
+            except TemplateError as error:
+                logger.error("no new template, the next try is in %g s: %s", delay, error)
+            except Exception:
+                logger.exception("no new template, the next try is in %g s", delay)
+            await anyio.sleep(delay)
+            delay = min(2 * delay, _RETRY_SECONDS_MOST)
 
     async def _warmed(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Source:
         if not self._settings.prefork:
             return Plain(self._settings.application, self._reaper)
         for attempt in range(TRIES):
             await anyio.sleep(attempt * _RETRY_SECONDS)
-            template = Template(self._settings.application, arguments, environment, self._reaper)
+            try:
+                template = Template(self._settings.application, arguments, environment, self._reaper)
+            except TemplateError as error:
+                logger.warning("warming a template: %s", error)
+                if attempt == TRIES - 1:
+                    raise  # there is no room for a process; a plain server would be no better
+                continue
             try:
                 await template.ready()
             except UnusableTemplateError as error:

@@ -54,6 +54,7 @@ class Tree:
         self._members: dict[tuple[int, int], _Member] = {}
         self._by_pidfd: dict[int, _Member] = {}
         self._marked: set[int] = set()
+        self._is_blind = False
         self._ends = select.epoll()
         self.look()
 
@@ -69,8 +70,15 @@ class Tree:
             self.look()  # it may not live until the next one
 
     def look(self) -> list[Process]:
-        """Find new members; those that live."""
-        table = processes.table()
+        """Find new members; those that live. Where there is no room to look, those that are known."""
+        try:
+            table = processes.table()
+        except OSError as error:
+            if not self._is_blind:
+                logger.error("the server's processes cannot be seen: %s", error.strerror)
+            self._is_blind = True
+            return self._known()
+        self._is_blind = False
         known = {key[0] for key in self._members if key[0] in table and table[key[0]].key == key}
         session = {each.pid for each in table.values() if each.session == self._server}
         found = processes.with_descendants(known | session | {self._server}, table)
@@ -90,7 +98,9 @@ class Tree:
                 await anyio.wait_readable(self._ends)
             for number, _ in self._ends.poll(0):
                 member = self._by_pidfd[number]
-                after = processes.process(member.process.pid)
+                after = None
+                with contextlib.suppress(OSError):
+                    after = processes.process(member.process.pid)
                 self._forget(number)
                 how = None if after is None or after.key != member.process.key else Exit.of(after.code)
                 if self._is_loss(member, how):
@@ -100,7 +110,7 @@ class Tree:
     async def end(self) -> None:
         """Kill what lives and wait until nothing does. What cannot be killed in time is named in the log."""
         began = said = time.monotonic()
-        while members := self.look():
+        while (members := self.look()) or self._is_blind:
             now = time.monotonic()
             for each in members:
                 if now - began > TRACKER_SECONDS or _TRACKER not in processes.command_line(each.pid):
@@ -124,6 +134,10 @@ class Tree:
         for number in list(self._by_pidfd):
             self._forget(number)
         self._ends.close()
+
+    def _known(self) -> list[Process]:
+        ended = {number for number, _ in self._ends.poll(0)}
+        return [each.process for number, each in self._by_pidfd.items() if number not in ended]
 
     def _admit(self, process: Process) -> _Member | None:
         try:

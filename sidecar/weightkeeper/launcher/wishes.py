@@ -1,5 +1,6 @@
 """What the launcher was asked for and has not done yet: by signals, by the control socket, by a checked reload."""
 
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,13 @@ class Reload:
 
     Attributes:
         cause: who asked, for people.
+        is_last_good: what was healthy last is to be served, whatever the file holds now.
         decided: set when it is accepted or refused.
         refusal: why not; "" where it is accepted.
     """
 
     cause: str
+    is_last_good: bool = False
     decided: anyio.Event = field(default_factory=anyio.Event)
     refusal: str = ""
 
@@ -94,8 +97,8 @@ class Wishes:
         self.restart = cause
         self.touch()
 
-    def ask_to_reload(self, cause: str) -> Reload:
-        wish = Reload(cause)
+    def ask_to_reload(self, cause: str, is_last_good: bool = False) -> Reload:
+        wish = Reload(cause, is_last_good)
         self.reloads.append(wish)
         self.touch()
         return wish
@@ -105,8 +108,16 @@ class Wishes:
         self.touch()
 
     def take_reloads(self) -> list[Reload]:
-        taken, self.reloads = self.reloads, []
+        """The first requests, as far as they want the same."""
+        same = itertools.takewhile(lambda each: each.is_last_good == self.reloads[0].is_last_good, self.reloads)
+        taken = list(same)
+        self.reloads = self.reloads[len(taken) :]
         return taken
+
+    @property
+    def has_reading(self) -> bool:
+        """Whether the next request is to read the configuration."""
+        return bool(self.reloads) and not self.reloads[0].is_last_good
 
     def take_for_start(self) -> Plan | None:
         """A start is about to be made: the new plan, if any; a start answers a wish for a restart, too."""

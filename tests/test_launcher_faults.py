@@ -1,0 +1,219 @@
+"""The launcher under faults of its surroundings: none of them ends a good server, or the launcher."""
+
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from keepers import descriptors_of, wait_for
+from launchers import LauncherProcess, launcher
+
+from weightkeeper.errors import ConfigError
+from weightkeeper.launcher import arguments, client, environment
+from weightkeeper.launcher.checking import MAX_REASON_BYTES, cut
+from weightkeeper.launcher.history import EngineHistory
+
+
+@pytest.mark.parametrize("line", ['host: "10.0..1–"', 'host: "a\\0b"', 'uds: "\\0abc"', 'uds: "/tmp/a\\0b"'])
+def test_an_address_that_is_none_is_refused_and_the_server_goes_on(line):
+    """Whatever the socket library raises for it."""
+    with launcher() as engine:
+        before = engine.ready()
+        engine.config.write_text(f"model: m\nport: {engine.port}\n{line}\n")
+        with pytest.raises(ConfigError):
+            client.reload(engine.socket_dir, "e")
+        assert engine.facts() == before
+
+
+def limited(engine: LauncherProcess, number: int) -> None:
+    resource.prlimit(engine.process.pid, resource.RLIMIT_NOFILE, (number, 4096))
+
+
+def test_a_launcher_without_free_descriptors_goes_on_without_a_template():
+    """And has a new one as soon as there is room."""
+    with launcher() as engine:
+        facts, template = engine.ready(), engine.status().template
+        limited(engine, 3)
+        os.kill(template, signal.SIGKILL)
+        engine.wait_for_text("no new template, the next try is in 0.5 s: ")
+        assert engine.facts() == facts
+        limited(engine, 1024)
+        wait_for(lambda: (now := engine.status()) and now.template not in (0, template), "a new template")
+
+
+def test_a_server_that_dies_while_no_descriptor_is_free_comes_back():
+    """A failed look at the processes or a failed pipe is a failed start at most."""
+    with launcher() as engine:
+        facts = engine.ready()
+        limited(engine, 3)
+        os.kill(facts["pid"], signal.SIGKILL)
+        engine.wait_for_text("the server's processes cannot be seen: Too many open files")
+        limited(engine, 1024)
+        wait_for(lambda: (now := engine.status()) and now.state == "ready" and now.generation > 1, "a new server")
+
+
+@pytest.fixture
+def checking(tmp_path):
+    """A ready engine whose next configuration is being checked, for as long as a file exists."""
+    waits = tmp_path / "waits"
+    waits.touch()
+    with launcher() as engine:
+        facts = engine.ready()
+        engine.edit(answer="new", check_waits=str(waits))
+        known = {each.pid for each in engine.left()}
+        engine.send(signal.SIGHUP)
+        wait_for(lambda: {each.pid for each in engine.left()} - known, "a check that runs")
+        yield engine, facts, waits
+
+
+def test_a_crash_does_not_wait_for_a_check(checking):
+    """The old configuration comes back at once, and the new one when it has been checked."""
+    engine, facts, waits = checking
+    os.kill(facts["pid"], signal.SIGKILL)
+    assert engine.ready(2)["answer"] == ""
+    waits.unlink()
+    assert engine.ready(3)["answer"] == "new"
+
+
+def test_the_end_does_not_wait_for_a_check(checking):
+    """The check ends with the launcher."""
+    engine, _, waits = checking
+    assert engine.end() == 0
+    assert not engine.left() and waits.exists()
+
+
+def test_a_removed_socket_file_is_bound_anew():
+    """The server that cannot be reached any more is replaced by one that can."""
+    with launcher() as engine:
+        path = engine.directory / "http.sock"
+        engine.ready()
+        engine.edit(uds=str(path))
+        client.reload(engine.socket_dir, "e")
+        engine.wait_for_state("ready", 2)
+        path.unlink()
+        engine.wait_for_state("ready", 3)
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(str(path))
+
+
+def test_a_fifo_of_variables_is_refused_and_not_waited_for(tmp_path):
+    """Nobody may ever write to it."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="no regular file; --env-file has to name"):
+        environment.read([tmp_path / "fifo"], {})
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"), [("HF-TOKEN=secret", ", found HF-TOKEN=…"), ("secret", ""), ("se+cret==", ""), ("1Secret=x", "")]
+)
+def test_a_wrong_line_of_variables_shows_no_secret(line, shown):
+    """The name at most, where it looks like one."""
+    with pytest.raises(ConfigError, match=f"^f, line 2: expected NAME=VALUE{re.escape(shown)}$"):
+        environment.parse(f"A=1\n{line}\n", "f")
+
+
+def test_the_history_is_its_owners_alone(tmp_path):
+    """Also one that was made otherwise, and after it was shortened."""
+    path = tmp_path / "engine-e.jsonl"
+    path.touch(0o644)
+    EngineHistory(tmp_path, "e")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_directory_as_config_file_leaks_nothing(tmp_path):
+    """It is refused, and its descriptor closed."""
+    before = descriptors_of(os.getpid())
+    for _ in range(5):
+        with pytest.raises(ConfigError, match="no regular file"):
+            arguments.read(("--config", str(tmp_path)), {})
+    assert descriptors_of(os.getpid()) == before
+
+
+def test_a_bad_edit_while_the_template_warms_does_not_end_the_launcher():
+    """What was read at first is served, and the refusal shown."""
+    with launcher(variables={"STANDIN_WARM": "1.0"}, answer="first") as engine:
+        engine.wait_for_state("warming")
+        engine.edit(refuse="no")
+        engine.send(signal.SIGHUP)
+        assert engine.ready()["answer"] == "first"
+        assert engine.status().refusal == "no"
+
+
+def test_the_last_good_configuration_has_a_template_of_its_variables():
+    """Variables that act at import are those of the template, not those of the fork."""
+    engine = LauncherProcess()
+    variables, trouble = engine.directory / "variables", engine.directory / "trouble"
+    variables.write_text("COLOUR=good\n")
+    engine.options = ("--env-file", str(variables))
+    try:
+        engine.start().ready()
+        variables.write_text("COLOUR=bad\n")
+        trouble.touch()
+        engine.edit(crash_while=str(trouble))
+        client.reload(engine.socket_dir, "e")
+        engine.wait_for_state("broken")
+        client.reload(engine.socket_dir, "e", is_last_good=True)
+        template = engine.wait_for_state("ready").template
+        assert b"COLOUR=good" in Path(f"/proc/{template}/environ").read_bytes().split(b"\0")
+        assert engine.facts()["environment"]["COLOUR"] == "good"
+    finally:
+        engine.close()
+
+
+def test_a_delay_is_no_part_of_the_fork():
+    """It has a phase of its own."""
+    with launcher("--restart-delay", "0.3", "--restart-delay-max", "0.3") as engine:
+        for generation in (1, 2):
+            os.kill(engine.ready(generation)["pid"], signal.SIGKILL)
+        engine.ready(3)
+        assert list(engine.status().phases)[:3] == ["stop", "wait", "fork"]
+        assert engine.status().phases["wait"] >= 0.3
+
+
+def test_a_signal_during_the_imports_of_the_launcher_is_heard():
+    """SIGHUP does not end it."""
+    with launcher() as engine:
+        status = Path(f"/proc/{engine.process.pid}/status")
+        wait_for(lambda: caught(status) & 1 << signal.SIGHUP - 1, "the first handler")
+        engine.send(signal.SIGHUP)
+        engine.ready()
+
+
+def caught(status: Path) -> int:
+    return int(re.search(r"SigCgt:\s+(\w+)", status.read_text())[1], 16)
+
+
+def test_a_long_refusal_is_cut():
+    """To 4 KiB of UTF-8, in both ways of starting."""
+    assert len(cut("ü" * 5000).encode()) <= MAX_REASON_BYTES and cut("ü" * 2048) == "ü" * 2048
+    for options in ((), ("--no-prefork",)):
+        with launcher(*options) as engine:
+            engine.ready()
+            engine.edit(refuse="x" * 300_000)
+            with pytest.raises(ConfigError, match=r"^x{4093}…$"):
+                client.reload(engine.socket_dir, "e")
+
+
+def test_a_start_that_does_not_come_up_in_time_is_a_crash():
+    """With its limit in the cause."""
+    with launcher("--start-timeout", "0.2", slow=100) as engine:
+        status = engine.wait_for_state("broken", 5)
+        assert status.cause == "/health did not answer 200 within 0.2 s of the start"
+
+
+def test_a_signal_after_the_end_is_decided_changes_nothing():
+    """The exit code stays the server's."""
+    program = (
+        "import os, signal, sys\n"
+        "from weightkeeper.launcher.loop import ENDING, deaf_afterwards\n"
+        "with deaf_afterwards(): signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)\n"
+        "for number in ENDING: os.kill(os.getpid(), number)\n"
+        "sys.exit(7)\n"
+    )
+    path = os.pathsep.join(each for each in sys.path if each)
+    assert subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}).returncode == 7
