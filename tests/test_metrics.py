@@ -1,5 +1,6 @@
 """Metrics: names and numbers as Prometheus reads them, from a real answer over HTTP."""
 
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -7,6 +8,7 @@ import urllib.request
 import pytest
 
 pytest.importorskip("prometheus_client")
+from keepers import KeeperProcess
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightkeeper import metrics
@@ -56,6 +58,21 @@ def test_an_empty_keeper_has_metrics_too():
     found = asked(port)
     assert found["weightkeeper_keeper_state", "empty"] == 1
     assert not any(name[0] == "weightkeeper_weights_bytes" for name in found)
+
+
+def test_a_running_keeper_answers_on_the_port_that_was_asked_for(tmp_path):
+    """From a real process; without the option there is no port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keeper = KeeperProcess(tmp_path, "--metrics-port", str(port)).start(with_config=False)
+    try:
+        keeper.wait_for_state("empty")
+        found = asked(port)
+        assert found["weightkeeper_keeper_state", "empty"] == 1
+        assert 0 < found["weightkeeper_keeper_memory_bytes",] < 45e6
+    finally:
+        keeper.kill()
 
 
 def test_what_is_put_on_record_is_counted(tmp_path):

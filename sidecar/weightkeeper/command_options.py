@@ -21,3 +21,18 @@ timeout = click.option(
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds for the keeper to answer.",
 )
+
+metrics_port = click.option(
+    "--metrics-port",
+    envvar="WEIGHTKEEPER_METRICS_PORT",
+    type=click.IntRange(0, 65535),
+    help="Answer Prometheus there; else there are no metrics. Also WEIGHTKEEPER_METRICS_PORT.",
+)
+
+metrics_host = click.option(
+    "--metrics-host",
+    envvar="WEIGHTKEEPER_METRICS_HOST",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address for --metrics-port. Also WEIGHTKEEPER_METRICS_HOST.",
+)

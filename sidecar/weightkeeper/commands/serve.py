@@ -7,7 +7,7 @@ import shlex
 import anyio
 import click
 
-from weightkeeper import command_options, keeper
+from weightkeeper import client, command_options, keeper, metrics
 from weightkeeper.sockets import ALLOW_UID
 
 
@@ -48,6 +48,8 @@ from weightkeeper.sockets import ALLOW_UID
     type=click.FloatRange(min=0, min_open=True),
     help="For a model that engines publish: from its first rank to its last.",
 )
+@command_options.metrics_port
+@command_options.metrics_host
 @click.option("--loader", envvar="WEIGHTKEEPER_LOADER", hidden=True, help="Command in place of our own loader.")
 def command(
     socket_dir: str,
@@ -56,6 +58,8 @@ def command(
     poll_seconds: float,
     takes_publications: bool,
     ranks_seconds: float,
+    metrics_port: int | None,
+    metrics_host: str,
     loader: str | None,
 ) -> None:
     """Hold weights and serve them to engines, until SIGTERM."""
@@ -72,4 +76,8 @@ def command(
         takes_publications=takes_publications,
         ranks_seconds=ranks_seconds,
     )
+    if metrics_port is not None:
+        # A thread asks over the control socket, as `weightkeeper status` does, and so reads nothing half changed.
+        collector = metrics.KeeperCollector(lambda: client.status(socket_dir))
+        metrics.serve(metrics.registry(collector), metrics_host, metrics_port)
     anyio.run(keeper.serve, settings)

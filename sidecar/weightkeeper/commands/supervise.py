@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from weightkeeper import command_options
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.loop import Settings, Supervisor
 from weightkeeper.supervisor.settings import project_options, state_option
@@ -19,10 +20,8 @@ from weightkeeper.supervisor.watch import Timing
 @click.option("--check", type=click.FloatRange(0.1, 3600), default=5.0, show_default=True,
               help="Seconds between looks at the files where no event arrives.")  # fmt: skip
 @click.option("--poll", is_flag=True, help="Use no file events: for NFS, 9p and mounts of desktop machines.")
-@click.option("--metrics-port", type=click.IntRange(0, 65535), envvar="WEIGHTKEEPER_METRICS_PORT",
-              help="Answer Prometheus there; else there are no metrics. Also WEIGHTKEEPER_METRICS_PORT.")  # fmt: skip
-@click.option("--metrics-host", default="127.0.0.1", show_default=True, envvar="WEIGHTKEEPER_METRICS_HOST",
-              help="Address for --metrics-port. Also WEIGHTKEEPER_METRICS_HOST.")  # fmt: skip
+@command_options.metrics_port
+@command_options.metrics_host
 def command(
     compose: Compose, state_dir: Path, settle: float, check: float, poll: bool, metrics_port: int | None,
     metrics_host: str,
