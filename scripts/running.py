@@ -88,6 +88,14 @@ def keeper() -> dict:
     return ask("sidecar", "weightkeeper", "status", "--json")
 
 
+def launcher() -> dict:
+    """What the engine's launcher says of its server; an empty mapping where none answers."""
+    try:
+        return ask("engine", "weightkeeper", "engine-status", "--json")
+    except NotRunningError:
+        return {}
+
+
 def container(service: str) -> dict:
     """What `docker inspect` says of the service's container; an empty mapping where there is none.
 

@@ -178,6 +178,7 @@ def test_the_agent_sees_the_interruption(whole):
         pause = samples[name].agent.longest
         assert pause.start <= samples[name].gone_s < pause.start + pause.seconds, name
     assert samples["disk"].agent.failed > 0
+    assert any("refused" in error.lower() for error in samples["disk"].agent.errors)  # it would be seen
     reload = samples["reload"].agent
     assert reload.cut == 0 and not any("refused" in error.lower() for error in reload.errors)
     assert reload.failed <= 1, reload.errors  # an idle connection may be closed as it is used again

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from weightkeeper.protocol import Done, Hello, Message, Refusal, StatusRequest, Welcome
+from weightkeeper.protocol import Done, Message, Refusal, Welcome
 
 State = Literal["warming", "starting", "ready", "reloading", "draining", "waiting", "broken", "stopped"]
 """Imports run, a server starts, it answers /health; it ends for another one, it ends for good; a delay runs before the
@@ -93,5 +93,4 @@ class EngineStatus(Message, frozen=True):
     refused_at: float = 0.0
 
 
-ToLauncher = Hello | StatusRequest | ReloadRequest | RestartRequest
 FromLauncher = Welcome | Refusal | Done | EngineStatus
