@@ -549,8 +549,9 @@ def test_the_supervisor_imports_neither_torch_nor_vllm_nor_the_keeper():
     assert not {"torch", "vllm", "numpy", "safetensors"} & set(loaded)
     ours = {name for name in loaded if name.startswith("weightkeeper.") and name.count(".") == 1}
     assert ours == {
-        "weightkeeper.commands", "weightkeeper.engine_config", "weightkeeper.errors", "weightkeeper.launcher",
-        "weightkeeper.layout", "weightkeeper.memory", "weightkeeper.metrics", "weightkeeper.options",
-        "weightkeeper.protocol", "weightkeeper.quantities", "weightkeeper.supervisor",
+        "weightkeeper.command_options", "weightkeeper.commands", "weightkeeper.engine_config", "weightkeeper.errors",
+        "weightkeeper.launcher", "weightkeeper.layout", "weightkeeper.memory", "weightkeeper.metrics",
+        "weightkeeper.options", "weightkeeper.protocol", "weightkeeper.quantities", "weightkeeper.sockets",
+        "weightkeeper.supervisor",
     }  # fmt: skip
     assert {name for name in loaded if name.startswith("weightkeeper.launcher.")} == {"weightkeeper.launcher.messages"}
