@@ -7,9 +7,12 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
+
+from weightkeeper.launcher.native_threads import NativeThread, native_threads
 
 SINGLE_THREADED = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
@@ -17,8 +20,8 @@ SINGLE_THREADED = dict.fromkeys(
 """Variables that keep libraries from starting threads as they are imported. A server gets the user's own again."""
 
 ALLOWED_THREADS = "WEIGHTKEEPER_ALLOW_THREADS"
-"""Variable with names, between commas, of native threads that may be lost at a fork: idle ones that hold no lock. A
-thread of Python's own is never allowed."""
+"""Variable with names between commas, of native threads or of the libraries they wait in (`libexample*`), that may be
+lost at a fork: idle ones that hold no lock. A thread of Python's own is never allowed."""
 
 _CUDA_DEVICE = "/dev/nvidia-uvm"
 
@@ -53,15 +56,12 @@ def unfit() -> str | None:
 
 
 def _others() -> list[str]:
-    """Names of the threads besides the first that no fork may lose."""
-    python = {thread.native_id: f"{thread.name} of Python" for thread in threading.enumerate()}
+    """The threads besides the first that no fork may lose."""
+    python = [f"{thread.name} of Python" for thread in threading.enumerate() if thread.native_id != os.getpid()]
     allowed = {name.strip() for name in os.environ.get(ALLOWED_THREADS, "").split(",")}
-    found = []
-    for task in sorted(map(int, os.listdir("/proc/self/task"))):
-        if task == os.getpid():
-            continue
-        with contextlib.suppress(OSError):  # it has ended
-            name = python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()
-            if name not in allowed:
-                found.append(name)
-    return found
+    native = native_threads()
+    return python + [str(one) for one in native if not _is_allowed(one, allowed)]
+
+
+def _is_allowed(thread: NativeThread, names: Collection[str]) -> bool:
+    return thread.name in names or any(fnmatchcase(thread.library, name) for name in names if name)

@@ -1,0 +1,56 @@
+"""Threads of libraries, by the library that they wait in, and which of them a fork may lose."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("zmq")
+
+SCRIPT = """
+import threading, zmq
+from weightkeeper.launcher import warming
+from weightkeeper.launcher.native_threads import native_threads
+print(warming.unfit())
+context = zmq.Context()
+one = context.socket(zmq.PAIR)
+print(*native_threads(), sep="; ")
+print(warming.unfit())
+threading.Thread(target=threading.Event().wait, name="ours", daemon=True).start()
+print(len(native_threads()), warming.unfit())
+"""
+
+
+def told(**environment: str) -> list[str]:
+    """What a process with two threads of libzmq, and then one of Python's, says of itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_thread_of_a_library_is_named_with_the_library_it_waits_in():
+    """The kernel's name alone is mostly that of the process. A thread of Python's is none of them."""
+    alone, native, unfit, more = told()
+    assert alone == "None"
+    reaper, worker = native.split("; ")
+    assert reaper.startswith("ZMQbg/Reaper in libzmq")
+    assert worker.startswith("ZMQbg/IO/0 in libzmq")
+    assert unfit.startswith("the imports left 3 threads running, and a fork keeps only one (besides it: ZMQbg/Reaper in")
+    assert more.startswith("2 the imports left 4 threads running, and a fork keeps only one (besides it: ours of Python, ")
+
+
+@pytest.mark.parametrize("names", ["ZMQbg/Reaper, ZMQbg/IO/0", "libzmq*"])
+def test_threads_may_be_allowed_by_name_and_by_library(names):
+    """One of Python's own never is."""
+    _, _, unfit, more = told(WEIGHTKEEPER_ALLOW_THREADS=names)
+    assert unfit == "None"
+    assert more == "2 the imports left 2 threads running, and a fork keeps only one (besides it: ours of Python)"
+
+
+def test_what_is_not_allowed_is_still_named():
+    """A list for one library says nothing of another's."""
+    *_, unfit, _ = told(WEIGHTKEEPER_ALLOW_THREADS="ZMQbg/Reaper,libgomp*")
+    assert "(besides it: ZMQbg/IO/0 in libzmq" in unfit
