@@ -55,7 +55,7 @@ def native_threads() -> list[NativeThread]:
     found = []
     for task in sorted(map(int, os.listdir("/proc/self/task"))):
         if task != os.getpid() and task not in python:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
                 found.append(NativeThread(name, _library(task, mappings)))
     return found
@@ -63,13 +63,16 @@ def native_threads() -> list[NativeThread]:
 
 def _library(task: int, mappings: list[_Mapping]) -> str:
     """The library with most addresses on the thread's stack. One address alone may be left from before."""
-    pointer = _stack_pointer(task)
-    stack = _at(pointer, mappings)
-    if stack is None:
+    try:
+        pointer = _stack_pointer(task)
+        stack = _at(pointer, mappings)
+        if stack is None:
+            return ""
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            memory.seek(pointer)
+            data = memory.read(min(STACK_BYTES, stack.end - pointer) // 8 * 8)
+    except OSError:  # a kernel without these files (gVisor has none), or one that lets nobody read them
         return ""
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        memory.seek(pointer)
-        data = memory.read(min(STACK_BYTES, stack.end - pointer) // 8 * 8)
     count: Counter[str] = Counter()
     for (address,) in struct.iter_unpack("<Q", data):
         mapping = _at(address, mappings)
