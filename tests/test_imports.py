@@ -18,7 +18,7 @@ LAYERS = [
     {"checkpoint", "frames", "sockets", "fingerprint", "doctor_trial", "doctor_probe", "doctor_causes"},
     {"changes", "hashing", "room", "doctor_facts", "doctor_process"},
     {"identity", "channel", "listening", "accepting", "holding", "child", "dialing"},
-    {"store", "retry_key", "client", "metrics"},
+    {"store", "retry_key", "client", "metrics", "receipts"},
     {"sessions", "loading", "loads", "publishing"},
     {"keeper"},
     {"slots", "tensors", "digest", "vllm_api", "guard"},

@@ -19,14 +19,14 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from weightkeeper import engine_config, identity, options, verified
+from weightkeeper import engine_config, options, verified
 from weightkeeper.checkpoint import Checkpoint, open_checkpoint
 from weightkeeper.errors import ConfigError, LoadFailedError, WeightkeeperError
 from weightkeeper.frames import Channel, Limits
@@ -45,6 +45,7 @@ from weightkeeper.protocol import (
     Welcome,
 )
 from weightkeeper.ranks import Ranks, command_of, leave_cause
+from weightkeeper.receipts import Receipts
 from weightkeeper.sockets import engine_path
 
 logger = logging.getLogger(__name__)
@@ -161,14 +162,17 @@ def load(job: Job, keeper: KeeperChannel) -> None:
     Raises:
         WeightkeeperError: the cause, in words for `status`.
     """
-    receipts: list[Receipt] = []
-    hashing = _Hashing(job.checkpoint, keeper.progress, receipts)
+    hashing = Receipts(
+        job.checkpoint,
+        progress=lambda done, total: keeper.progress("hashing the files", done, total),
+        finished=lambda: keeper.progress("starting vLLM", 0, 0),
+    )
     try:
         from weightkeeper import rank_loader  # vLLM's imports take seconds; the files are hashed meanwhile
 
-        hashing.finish()
+        receipts = hashing.get()
         (job.scratch / RECEIPTS).write_bytes(msgspec.json.encode(receipts))
-        rank = rank_loader.RankLoader(job.config, job.settings, job.checkpoint, tuple(receipts), job.scratch)
+        rank = rank_loader.RankLoader(job.config, job.settings, job.checkpoint, receipts, job.scratch)
         command = command_of(job.config, keeper.descriptor, job.scratch)
         with Ranks(command, rank.world_size, keeper.descriptor, job.scratch, keeper.give_up) as others:
             rank.load(0, keeper.progress, keeper.publish)
@@ -184,31 +188,6 @@ def load_rank(job: Job, rank: int, keeper: KeeperChannel) -> None:
     receipts = msgspec.json.decode((job.scratch / RECEIPTS).read_bytes(), type=tuple[Receipt, ...])
     loader = rank_loader.RankLoader(job.config, job.settings, job.checkpoint, receipts, job.scratch)
     loader.load(rank, lambda stage, done, total: None, keeper.publish)
-
-
-class _Hashing(threading.Thread):
-    """BLAKE3 over the checkpoint's files beside the import of vLLM."""
-
-    def __init__(self, checkpoint: Checkpoint, progress: Callable[[str, int, int], None], receipts: list[Receipt]):
-        super().__init__(name="hashing", daemon=True)
-        self._checkpoint, self._progress, self._receipts = checkpoint, progress, receipts
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._receipts += identity.take(
-                self._checkpoint, lambda _, done, total: self._progress("hashing the files", done, total)
-            )
-            self._progress("starting vLLM", 0, 0)
-        except BaseException as error:
-            self._error = error
-
-    def finish(self) -> None:
-        """Wait for the end; what went wrong is raised here."""
-        self.join()
-        if self._error is not None:
-            raise self._error
 
 
 def kind_of_device() -> str:

@@ -1,14 +1,13 @@
 """An engine that has to load from disk anyway gives what it loaded to the keeper, and goes on computing on it."""
 
 import os
-import threading
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from weightkeeper import client, fingerprint, identity, verified, vllm_api
-from weightkeeper.checkpoint import Checkpoint, open_checkpoint
+from weightkeeper import client, fingerprint, verified, vllm_api
+from weightkeeper.checkpoint import open_checkpoint
 from weightkeeper.client import Session
 from weightkeeper.conditions import conditions_of
 from weightkeeper.errors import (
@@ -22,7 +21,8 @@ from weightkeeper.memory import Region
 from weightkeeper.options import Options
 from weightkeeper.packed import Packed, load_packed
 from weightkeeper.phases import Phases
-from weightkeeper.protocol import Publish, Receipt
+from weightkeeper.protocol import Publish
+from weightkeeper.receipts import Receipts
 from weightkeeper.restore import Bound, check, rebind
 from weightkeeper.tensors import bytes_of
 from weightkeeper.vllm_api import ModelConfig, VllmConfig
@@ -73,7 +73,7 @@ def load_and_publish(
     rank = vllm_api.model_rank()
     conditions = conditions_of(vllm_config, model_config, rank, options.disk_load_format)
     checkpoint = open_checkpoint(vllm_api.checkpoint_path(model_config))
-    receipts = _Receipts(checkpoint)
+    receipts = Receipts(checkpoint)
     progress = lambda stage, done, total: None  # noqa: E731  an engine's own log tells it
     packed = load_packed(vllm_config, model_config, options, checkpoint, receipts.get, progress, prefix)
     phases.end("load from disk and pack")
@@ -127,26 +127,3 @@ def _publish(message: Publish, descriptors: list[int], options: Options, name: s
     except WeightkeeperError as error:
         logger.warning("weightkeeper: the keeper did not take the weights, code=%s: %s", error.code, error)
         return None
-
-
-class _Receipts:
-    """Hashes a checkpoint's files beside everything else."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        self._receipts: tuple[Receipt, ...] = ()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._take, args=(checkpoint,), name="hashing", daemon=True)
-        self._thread.start()
-
-    def _take(self, checkpoint: Checkpoint) -> None:
-        try:
-            self._receipts = identity.take(checkpoint)
-        except BaseException as error:
-            self._error = error
-
-    def get(self) -> tuple[Receipt, ...]:
-        """Wait for them; what went wrong is raised here."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._receipts
