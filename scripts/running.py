@@ -9,6 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from datetime import datetime, timezone
 from pathlib import Path
 
 COMPOSE_DIR = Path(os.environ.get("WEIGHTKEEPER_COMPOSE_DIR") or Path(__file__).resolve().parent.parent / "compose")
@@ -96,6 +97,35 @@ def launcher() -> dict:
         return {}
 
 
+def plan() -> list[dict]:
+    """What differs between the project's files and what is applied, as `weightkeeper plan --json` prints it.
+
+    Raises:
+        NotRunningError: the supervisor does not run, or cannot say.
+    """
+    return list(ask("supervisor", "weightkeeper", "plan", "--json"))
+
+
+def last_action() -> dict:
+    """The newest record of the supervisor's history; an empty mapping where nothing was done yet.
+
+    Raises:
+        NotRunningError: the supervisor does not run.
+    """
+    done = compose("exec", "-T", "supervisor", "weightkeeper", "history", "--json", "-n", "1")
+    if done.returncode:
+        raise NotRunningError(f"supervisor: {(done.stderr or done.stdout).strip() or 'no answer'}")
+    return dict(decoded(done.stdout.strip() or "{}", "supervisor: `weightkeeper history`"))
+
+
+def supervised(project: str) -> list[str]:
+    """Services of a project whose containers carry the supervisor's label."""
+    labels = [f"label=com.docker.compose.project={project}", "label=weightkeeper.supervise=true"]
+    options = [part for label in labels for part in ("--filter", label)]
+    listed = docker("ps", "--all", *options, "--format", '{{.Label "com.docker.compose.service"}}')
+    return sorted(set(listed.stdout.split()))
+
+
 def container(service: str) -> dict:
     """What `docker inspect` says of the service's container; an empty mapping where there is none.
 
@@ -171,6 +201,20 @@ def wait_until_up(seconds: float) -> None:
         if time.monotonic() > deadline:
             raise NotRunningError(f"{server()}/health did not answer within {seconds:.0f} s")
         time.sleep(0.05)
+
+
+def since(moment: str) -> float:
+    """Seconds from a time in ISO 8601 and UTC, as Docker and the history write it, until now; never below 0."""
+    whole = re.sub(r"(\.\d{1,6})\d*|Z$", r"\1", moment.removesuffix("Z"))
+    return max(0.0, (datetime.now(timezone.utc) - datetime.fromisoformat(f"{whole}+00:00")).total_seconds())
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit that fits: 12 s, 3 min, 5 h, 2 d."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def gigabytes(nbytes: float) -> str:

@@ -12,7 +12,7 @@ import weightkeeper
 PACKAGE = Path(weightkeeper.__file__).parent
 
 LAYERS = [
-    {"errors", "layout", "phases", "quantities", "doctor_report", "threads"},
+    {"errors", "layout", "phases", "quantities", "doctor_report", "threads", "harmless"},
     {"engine_config", "options", "verified", "memory", "files", "vllm_messages"},
     {"protocol", "safetensors_header", "weight_set"},
     {"checkpoint", "frames", "sockets", "fingerprint", "doctor_trial", "doctor_probe", "doctor_causes"},
@@ -33,8 +33,8 @@ LAYERS = [
     {"worker_savings"},
     {"vllm_idle"},
     {"saving"},
-    {"loader", "plugin", "supervisor", "recovery", "launcher", "vllm_imports", "vllm_tokenizer"},
-    {"vllm_forks"},
+    {"loader", "plugin", "supervisor", "recovery", "launcher", "vllm_binding", "vllm_imports", "vllm_tokenizer"},
+    {"vllm_draining", "vllm_forks"},
     {"vllm_server"},
     {"command_options", "commands"},
     {"cli"},
@@ -102,7 +102,7 @@ def test_vllm_is_named_in_the_modules_that_are_named_for_it():
             names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
             if any(name.split(".")[0] == "vllm" for name in names):
                 naming.append(file.name)
-    of_server = {"vllm_forks.py", "vllm_imports.py", "vllm_server.py", "vllm_tokenizer.py"}
+    of_server = {"vllm_binding.py", "vllm_draining.py", "vllm_forks.py", "vllm_imports.py", "vllm_server.py", "vllm_tokenizer.py"}
     of_start = {"vllm_conditions.py", "vllm_deferred.py", "vllm_graphs.py", "vllm_idle.py", "vllm_kv_size.py"}
     assert set(naming) == {"vllm_api.py", *of_server, *of_start, "vllm_start.py"}
 

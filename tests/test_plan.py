@@ -1,6 +1,7 @@
 """The plan: what a change of values asks for, without Docker and without files."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightkeeper.harmless import HARMLESS
+from weightkeeper.supervisor import variables
+from weightkeeper.supervisor.builds import Build, Pair
 from weightkeeper.supervisor.changes import same
 from weightkeeper.supervisor.keepers import Keeper
-from weightkeeper.supervisor.plan import FROM_DISK, PUBLISHED, Nothing, Recreate, Refuse, Reload, Restart, applied, plan
+from weightkeeper.supervisor.plan import Nothing, Recreate, Refuse, Reload, Restart, applied, plan
 from weightkeeper.supervisor.programs import Program
 from weightkeeper.supervisor.project import ConfigFile, Service, Snapshot
+from weightkeeper.supervisor.provision import FROM_DISK, PUBLISHED
 
 FILE = Path("/project/engine.yaml")
 DEFINITION = {
@@ -179,6 +184,185 @@ def test_of_our_own_loader_only_some_options_shape_weights(before, after, is_loa
     old, new = engine({**OURS, name: before}, keeper=KEEPER), engine({**OURS, name: after}, keeper=KEEPER)
     [action] = plan(project(old), project(new))
     assert bool(action.keeper) is is_loaded
+
+
+ENV = Path("/project/engine.env")
+
+
+def behind(text: str | None, *more: str, keeper: Keeper | None = KEEPER, **values: Any) -> Service:
+    """An engine behind a launcher that reads engine.env with this text (one that cannot be used), and further ones."""
+    files = [variables.parse(ENV, b"no assignment" if text is None else text.encode())]
+    files += [variables.parse(ENV.with_name("more.env"), other.encode()) for other in more]
+    environment = values.pop("environment", {})
+    one = engine(OURS | values, launcher=LAUNCHER, keeper=keeper, environment=environment)
+    return replace(one, env_files=tuple(files))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cause"),
+    [
+        ("OMP_NUM_THREADS=4", "OMP_NUM_THREADS=8", "engine.env OMP_NUM_THREADS 4 → 8"),
+        ("A=1", "A=1\nB=2\n", "engine.env B (unset) → 2"),
+        ("A=1\nB=2", "B=", "engine.env A 1 → (unset), B 2 → ''"),
+        ("HF_TOKEN=hf_a", "HF_TOKEN=hf_b", "engine.env HF_TOKEN changed"),
+        ("", "my_password=x\nA_KEY=y\nB=1", "engine.env my_password changed, A_KEY changed, B (unset) → 1"),
+        ("HTTPS_PROXY=http://a", "HTTPS_PROXY=http://me:pw@a", "engine.env HTTPS_PROXY changed"),
+        ("VLLM_LOGGING_LEVEL=INFO", "VLLM_LOGGING_LEVEL=DEBUG", "engine.env VLLM_LOGGING_LEVEL INFO → DEBUG"),
+    ],
+)
+def test_a_changed_variable_of_the_launcher_is_a_reload(before, after, cause):
+    """With both values; of what looks like a secret only the name."""
+    [action] = plan(project(behind(before)), project(behind(after)))
+    assert (type(action), action.cause, action.keeper) == (Reload, cause, "")
+    assert not any("hf_" in f"{change.before}{change.after}" for change in action.changes)
+
+
+def test_comments_order_and_quotes_in_an_environment_file_ask_for_nothing():
+    """Values are compared."""
+    assert plan(project(behind("A=1\nB=2\n")), project(behind("# mine\r\nexport B='2'\r\n\r\nA = 1\r\n"))) == []
+
+
+def test_what_counts_is_the_value_that_the_server_gets():
+    """A later file goes over an earlier one, and both over the container's own environment."""
+    assert plan(project(behind("A=1", "A=2")), project(behind("A=3", "A=2"))) == []
+    assert lines(project(behind("A=1", "A=2")), project(behind("A=1", "B=2"))) == [
+        "reload engine: engine.env A 2 → 1; more.env B (unset) → 2"
+    ]
+    same_environment = {"environment": {"A": "$$1"}}
+    assert plan(project(behind("A=$1", **same_environment)), project(behind("", **same_environment))) == []
+
+
+def test_both_files_of_an_engine_are_one_reload():
+    """And with the definition one recreation."""
+    old, new = behind("A=1"), behind("A=2", seed=1)
+    assert lines(project(old), project(new)) == ["reload engine: engine.yaml seed (unset) → 1; engine.env A 1 → 2"]
+    other = replace(new, definition={**new.definition, "shm_size": "1"})
+    assert lines(project(old), project(other)) == [
+        "recreate engine: shm_size null → 1; engine.yaml seed (unset) → 1; engine.env A 1 → 2"
+    ]
+
+
+def test_an_environment_file_that_cannot_be_used_keeps_the_engine():
+    """Right again, it is compared with what was applied; where that is not known, it is read again."""
+    [kept] = plan(project(behind("A=1")), project(behind(None, seed=1)))
+    assert (type(kept), kept.cause) == (Nothing, f"{ENV}, line 1: expected NAME=VALUE")
+    after = applied(project(behind("A=1")), project(behind(None)))
+    assert plan(after, project(behind("A=1"))) == []
+    assert lines(project(behind(None)), project(behind("A=1"))) == [
+        "reload engine: engine.env can be used now; what the engine runs with is not known"
+    ]
+
+
+OTHER_X = "(the keeper of sidecar differs in VLLM_USE_X)"
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "cause"),
+    [
+        ({}, Reload, f"engine.env VLLM_USE_X 0 → 1 {OTHER_X} {FROM_DISK}"),
+        ({"publish": True}, Reload, f"engine.env VLLM_USE_X 0 → 1 {OTHER_X} {PUBLISHED}"),
+        (
+            {"fallback": False}, Refuse,
+            "engine.env VLLM_USE_X 0 → 1: other weights, the keeper of sidecar differs in VLLM_USE_X, and the engine"
+            " may neither publish them nor read them from disk; make them the same, or allow `publish` or `fallback` in"
+            " model-loader-extra-config",
+        ),
+    ],
+)  # fmt: skip
+def test_a_variable_that_may_shape_weights_leaves_the_keeper_without_them(extra, kind, cause):
+    """The keeper's own environment is not in that file, so that it cannot load them."""
+    old, new = (behind(f"VLLM_USE_X={value}", **{"model-loader-extra-config": extra}) for value in "01")
+    [action] = plan(project(old), project(new))
+    assert (type(action), action.cause, action.keeper) == (kind, cause, "")
+
+
+def test_a_variable_that_becomes_what_the_keeper_has_is_a_plain_reload():
+    """Given in the sidecar's own environment, or taken away where the sidecar never had it."""
+    keeper = replace(KEEPER, variables={"VLLM_USE_X": "1"})
+    old, new = behind("VLLM_USE_X=0", keeper=keeper), behind("VLLM_USE_X=1", keeper=keeper)
+    assert lines(project(old), project(new)) == ["reload engine: engine.env VLLM_USE_X 0 → 1"]
+    assert lines(project(behind("VLLM_USE_X=1")), project(behind(""))) == [
+        "reload engine: engine.env VLLM_USE_X 1 → (unset)"
+    ]
+
+
+def test_a_keeper_that_has_other_variables_is_not_asked_for_other_weights():
+    """It would load what this engine cannot map."""
+    old, new = behind("VLLM_USE_X=1"), behind("VLLM_USE_X=1", dtype="half")
+    assert lines(project(old), project(new)) == [
+        f"reload engine: engine.yaml dtype (unset) → half {OTHER_X} {FROM_DISK}"
+    ]
+    assert lines(project(old), project(behind("VLLM_USE_X=1", seed=1))) == [
+        "reload engine: engine.yaml seed (unset) → 1"
+    ]
+
+
+def test_a_variable_that_may_shape_weights_needs_a_keeper_only_where_one_is_used():
+    """Without one in sight it is as for options; an engine that loads from disk anyway is reloaded."""
+    old, new = (behind(f"VLLM_USE_X={value}", keeper=None) for value in "01")
+    assert lines(project(old), project(new)) == [f"reload engine: engine.env VLLM_USE_X 0 → 1 {FROM_DISK}"]
+    old, new = (behind(f"VLLM_USE_X={value}", **{"load-format": "auto"}) for value in "01")
+    assert lines(project(old), project(new)) == ["reload engine: engine.env VLLM_USE_X 0 → 1"]
+
+
+def test_the_variables_that_leave_weights_alone_are_those_of_the_fingerprint():
+    """One list, with a reason each; any other variable of vLLM's may shape weights."""
+    assert all(variables.effect(name).kind == "reload" and variables.effect(name).reason for name in HARMLESS)
+    assert variables.effect("VLLM_USE_X").kind == "weights"
+    assert variables.effect("OMP_NUM_THREADS").kind == "reload"
+
+
+OLD_VLLM, NEW_VLLM = Build("0.32.0", "2.13.0"), Build("0.33.0", "2.13.0")
+ELSE = "(engine:2 has vLLM 0.33.0, the keeper of sidecar vLLM 0.32.0)"
+NOT_KNOWN = "(not known whether engine:2 has the vLLM of sidecar)"
+
+
+@pytest.mark.parametrize(
+    ("extra", "ours", "theirs", "kind", "note"),
+    [
+        ({}, OLD_VLLM, OLD_VLLM, Recreate, ""),
+        ({"fallback": False}, OLD_VLLM, Build("0.32.0"), Recreate, ""),
+        ({}, Build(), OLD_VLLM, Recreate, f" {NOT_KNOWN}"),
+        ({"fallback": False}, NEW_VLLM, Build(), Recreate, f" {NOT_KNOWN}"),
+        ({}, NEW_VLLM, OLD_VLLM, Recreate, f" {ELSE} {FROM_DISK}"),
+        ({"publish": True, "fallback": False}, NEW_VLLM, OLD_VLLM, Recreate, f" {ELSE} {PUBLISHED}"),
+        (
+            {"fallback": False}, NEW_VLLM, OLD_VLLM, Refuse,
+            ": other weights, engine:2 has vLLM 0.33.0, the keeper of sidecar vLLM 0.32.0, and the engine may neither"
+            " publish them nor read them from disk; make them the same, or allow `publish` or `fallback` in"
+            " model-loader-extra-config",
+        ),
+        (
+            {}, Build("0.32.0", "2.14.0"), OLD_VLLM, Recreate,
+            f" (engine:2 has torch 2.14.0, the keeper of sidecar torch 2.13.0) {FROM_DISK}",
+        ),
+    ],
+)  # fmt: skip
+def test_another_image_is_compared_with_the_keepers(extra, ours, theirs, kind, note):
+    """Weights of another vLLM are other weights; what is not known is said."""
+    values = {**OURS, "model-loader-extra-config": extra}
+    old, new = engine(values, keeper=KEEPER), engine(values, keeper=KEEPER, image="engine:2")
+    [action] = plan(project(old), project(new), {"engine": Pair(ours, theirs)})
+    assert (type(action), action.cause, action.keeper) == (kind, f"image engine:1 → engine:2{note}", "")
+
+
+def test_versions_count_only_where_the_image_changes_and_a_keeper_is_used():
+    """What runs already is not looked into, nor is what loads from disk anyway."""
+    pairs = {"engine": Pair(NEW_VLLM, OLD_VLLM)}
+    old, new = engine(OURS, keeper=KEEPER), engine({**OURS, "seed": 1}, keeper=KEEPER)
+    assert [action.cause for action in plan(project(old), project(new), pairs)] == ["engine.yaml seed (unset) → 1"]
+    old, new = engine({}, keeper=KEEPER), engine({}, keeper=KEEPER, image="engine:2")
+    assert [action.cause for action in plan(project(old), project(new), pairs)] == ["image engine:1 → engine:2"]
+
+
+def test_a_keeper_of_another_vllm_is_not_asked_for_other_weights():
+    """With the same one it loads them first."""
+    old, new = engine(OURS, keeper=KEEPER), engine({**OURS, "dtype": "half"}, keeper=KEEPER, image="engine:2")
+    keepers = {
+        versions: [action.keeper for action in plan(project(old), project(new), {"engine": Pair(versions, OLD_VLLM)})]
+        for versions in (OLD_VLLM, NEW_VLLM, Build())
+    }
+    assert keepers == {OLD_VLLM: ["sidecar"], NEW_VLLM: [""], Build(): ["sidecar"]}
 
 
 PORTS = [{"mode": "ingress", "target": 8000, "published": "8000", "protocol": "tcp"}]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightkeeper.errors import ComposeError, ConfigError
-from weightkeeper.supervisor import arguments, compose, place, project, sources
+from weightkeeper.supervisor import arguments, compose, place, project, sources, variables
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.settings import named
 from weightkeeper.supervisor.stop import Stop
@@ -188,6 +188,65 @@ def test_a_bad_config_file_is_a_fault_of_one_line(tmp_path, content, fault):
     assert config.fault.startswith(str(path))
     assert fault in config.fault
     assert "\n" not in config.fault
+
+
+# --- the launcher's environment files
+
+
+def launched(directory: Path, *options: str, mounted: str | None = None) -> project.Snapshot:
+    """A project with one engine behind a launcher with these options; `directory` is mounted at /config."""
+    volumes = [{"type": "bind", "source": mounted or str(directory), "target": "/config" + ("/a.env" * bool(mounted))}]
+    definition = {
+        "labels": {"weightkeeper.supervise": "true"},
+        "command": ["weightkeeper", "engine", *options, "--", "m", "--env-file", "/config/not-ours.env"],
+        "volumes": volumes,
+    }
+    return project.snapshot({"name": "test", "services": {"engine": definition}})
+
+
+def test_every_environment_file_of_the_launcher_is_read_in_its_order(tmp_path):
+    """In both spellings, several times; what follows `--` is the server's."""
+    (tmp_path / "a.env").write_text("# mine\nA=1\nexport B='two'\n")
+    (tmp_path / "b.env").write_text("B=3\n")
+    snapshot = launched(tmp_path, "--env-file", "/config/a.env", "--env-file=/config/b.env")
+    files = snapshot.services["engine"].env_files
+    assert [(file.path.name, file.values) for file in files] == [
+        ("a.env", {"A": "1", "B": "two"}),
+        ("b.env", {"B": "3"}),
+    ]
+    assert variables.merged(files) == {"A": "1", "B": "3"}
+    assert snapshot.config_files == {tmp_path / "a.env", tmp_path / "b.env"}
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, "no such file; put it back or correct the path"),
+        (b"A=1\nHF_TOKEN hf_secret\n", "line 2: expected NAME=VALUE"),
+        (b"A=\xff\n", "not UTF-8: invalid start byte at byte 2; save it as UTF-8"),
+        (b"#" * (1024 * 1024 + 1), "over 1048576 bytes; the launcher does not read it"),
+    ],
+    ids=["absent", "no assignment", "bytes", "huge"],
+)
+def test_a_bad_environment_file_is_a_fault_without_a_value(tmp_path, content, fault):
+    """It names the file, in one line, and keeps the engine as it is."""
+    if content is not None:
+        (tmp_path / "a.env").write_bytes(content)
+    engine = launched(tmp_path, "--env-file", "/config/a.env").services["engine"]
+    assert engine.env_files[0].values is None
+    assert engine.fault.startswith(str(tmp_path / "a.env")) and fault in engine.fault
+    assert "\n" not in engine.fault and "hf_secret" not in engine.fault
+
+
+def test_an_environment_file_that_cannot_be_seen_is_said(tmp_path):
+    """As a config file is: in the image it never changes, and a file mounted alone is not seen after a rename."""
+    assert launched(tmp_path, "--env-file", "/etc/a.env").notices[1:] == (
+        "engine: its env file is not watched: /etc/a.env: part of the image, it never changes; mount a directory to"
+        " edit it",
+    )
+    (tmp_path / "a.env").write_text("A=1\n")
+    alone = launched(tmp_path, "--env-file", "/config/a.env", mounted=str(tmp_path / "a.env"))
+    assert alone.notices[1].startswith(f"engine mounts the single file {tmp_path}/a.env: after a save by rename")
 
 
 def test_a_yaml_fault_has_line_and_column(tmp_path):
@@ -550,8 +609,12 @@ def test_the_supervisor_imports_neither_torch_nor_vllm_nor_the_keeper():
     ours = {name for name in loaded if name.startswith("weightkeeper.") and name.count(".") == 1}
     assert ours == {
         "weightkeeper.command_options", "weightkeeper.commands", "weightkeeper.engine_config", "weightkeeper.errors",
-        "weightkeeper.launcher", "weightkeeper.layout", "weightkeeper.memory", "weightkeeper.metrics",
+        "weightkeeper.harmless", "weightkeeper.launcher", "weightkeeper.layout", "weightkeeper.memory",
+        "weightkeeper.metrics",
         "weightkeeper.options", "weightkeeper.protocol", "weightkeeper.quantities", "weightkeeper.sockets",
         "weightkeeper.supervisor",
     }  # fmt: skip
-    assert {name for name in loaded if name.startswith("weightkeeper.launcher.")} == {"weightkeeper.launcher.messages"}
+    # What a launcher says, and how it reads its environment files: values and a parser, nothing that runs.
+    assert {name.removeprefix("weightkeeper.launcher.") for name in loaded if ".launcher." in name} == {
+        "environment", "messages", "reading",
+    }  # fmt: skip

@@ -2,21 +2,24 @@
 
 import os
 import stat
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from docker.errors import ImageNotFound
 
 from weightkeeper.errors import ConfigError
 from weightkeeper.launcher.messages import Ended, EngineStatus
-from weightkeeper.supervisor import keepers, origin, programs, project
+from weightkeeper.supervisor import apply, builds, images, keepers, origin, programs, project, variables
 from weightkeeper.supervisor.alone import Alone
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.inside import Done
 from weightkeeper.supervisor.launched import Launched, Replaced
 from weightkeeper.supervisor.project import ConfigFile, Service
-from weightkeeper.supervisor.state import State, of_service
+from weightkeeper.supervisor.state import Applied, State, of_service
 from weightkeeper.supervisor.stop import Stop
 
 
@@ -49,6 +52,14 @@ def test_a_command_for_the_same_container_has_its_name_and_its_sockets():
         "weightkeeper", "engine-status", "--name", "a", "--socket-dir", "/run/s", "--json",
     ]  # fmt: skip
     assert not program.has("--no-control")
+
+
+def test_an_option_that_is_given_several_times_has_all_its_values():
+    """In both spellings and in order; the last one counts where there can be one."""
+    words = "weightkeeper engine --env-file /a --name x --env-file=/b -- m --env-file /c"
+    program = programs.find(words.split(), "engine")
+    assert program.every("--env-file") == ("/a", "/b")
+    assert (program.option("--env-file"), program.every("--state-dir"), program.option("--state-dir")) == ("/b", (), "")
 
 
 def resolved(**engine: Any) -> dict[str, Any]:
@@ -101,6 +112,72 @@ def test_a_launcher_without_a_control_socket_counts_as_none():
         assert (project.snapshot(whole).services["engine"].launcher is not None) is is_there
 
 
+def test_a_keeper_has_the_variables_of_its_container_that_may_shape_weights():
+    """A log level is none, and nothing of another program is one."""
+    whole = resolved()
+    whole["services"]["sidecar"]["environment"] = {
+        "VLLM_USE_X": "$$1", "VLLM_LOGGING_LEVEL": "DEBUG", "HF_TOKEN": "t", "VLLM_UNSET": None,
+    }  # fmt: skip
+    assert keepers.of_engine(whole["services"]["engine"], whole).variables == {"VLLM_USE_X": "$1"}
+
+
+def test_versions_are_read_off_labels():
+    """An image without them, or with empty ones, is one of which nothing is known."""
+    labels = {builds.VLLM_LABEL: "0.32.0", builds.TORCH_LABEL: "2.13.0", "other": "x"}
+    assert builds.of_labels(labels) == builds.Build("0.32.0", "2.13.0")
+    assert builds.of_labels({builds.VLLM_LABEL: ""}) == builds.of_labels(None) == builds.Build()
+
+
+class Docker:
+    """As far as it is asked about versions: labels of images by their name, and of the containers that run."""
+
+    def __init__(self, images: dict[str, dict[str, str]], *running: dict[str, str]) -> None:
+        self._images = images
+        self.containers = SimpleNamespace(list=lambda filters: [SimpleNamespace(labels=labels) for labels in running])
+        self.images = self
+
+    def client(self) -> Any:
+        return self
+
+    def get(self, name: str) -> Any:
+        if name not in self._images:
+            raise ImageNotFound(f"no such image: {name}")
+        return SimpleNamespace(labels=self._images[name])
+
+
+def moved(**sidecar: Any) -> tuple[project.Snapshot, project.Snapshot]:
+    """A project before and after its engine, and maybe its sidecar, got another image."""
+    snapshots = []
+    for image, change in (("a", {"image": "a"}), ("b", {"image": "a"} | sidecar)):
+        whole = resolved(image=image, labels={project.LABEL: "true"})
+        whole["services"]["sidecar"] |= change
+        snapshots.append(project.snapshot(whole))
+    return snapshots[0], snapshots[1]
+
+
+def test_versions_of_a_keeper_are_those_of_what_runs():
+    """Its tag may mean another image by now, or its definition was edited; without a container, the definition says."""
+    images_here = {"a": {builds.VLLM_LABEL: "1"}, "b": {builds.VLLM_LABEL: "2"}}
+    old, new = moved(image="b")
+    asked = images.pairs(old, new, Docker(images_here, {builds.VLLM_LABEL: "0"}))
+    assert asked == {"engine": builds.Pair(builds.Build("2"), builds.Build("0"))}
+    asked = images.pairs(old, new, Docker(images_here))
+    assert asked == {"engine": builds.Pair(builds.Build("2"), builds.Build("2"))}
+
+
+def test_an_image_that_is_not_here_has_no_versions():
+    """That is no error: Compose pulls it."""
+    assert images.pairs(*moved(), Docker({}))["engine"] == builds.Pair(builds.Build(), builds.Build())
+
+
+def test_docker_is_not_asked_where_no_image_changes():
+    """Nor for an engine without a keeper."""
+    old, new = moved()
+    assert images.pairs(new, new, None) == {}
+    alone = replace(new, services={**new.services, "engine": replace(new.services["engine"], keeper=None)})
+    assert images.pairs(old, alone, None) == {}
+
+
 def container(**config: Any) -> Any:
     labels = config.pop("Labels", {})
     ports = config.pop("Ports", {})
@@ -148,6 +225,39 @@ def test_what_was_applied_is_read_back_as_it_was(tmp_path):
     assert read.service(service) == service
 
 
+def test_environment_files_that_were_applied_are_read_back_as_they_were(tmp_path):
+    """Values and order; an older record, which has none, says nothing about those of now."""
+    files = tuple(variables.parse(Path(f"/p/{name}.env"), f"A={name}\n".encode()) for name in "ba")
+    service = Service("engine", {}, True, env_files=files)
+    State(tmp_path, "t").write({"engine": of_service(service, "2026", "", {})})
+    now = replace(service, env_files=files[:1])
+    assert State(tmp_path, "t").read()["engine"].service(now) == service
+    assert Applied({}).service(now).env_files == files[:1]
+
+
+@pytest.mark.parametrize(
+    ("started", "touched", "expected"),
+    [
+        ("2026-01-01T00:00:00Z", "2026-01-02", "old"),
+        ("2026-01-03T00:00:00Z", "2026-01-02", "new"),
+        ("2026-01-03T00:00:00Z", "2026-01-04", "old"),
+    ],
+)
+def test_an_environment_file_that_was_edited_while_nobody_watched_counts_as_not_applied(
+    tmp_path, monkeypatch, started, touched, expected
+):
+    """Unless the container was started since, and has read it: by its times against the container's start."""
+    file = tmp_path / "a.env"
+    file.write_text("A=new\n")
+    moment = datetime.fromisoformat(f"{touched}T00:00:00+00:00").timestamp()
+    times = SimpleNamespace(st_mtime_ns=int(moment * 1e9), st_ctime_ns=0)
+    monkeypatch.setattr(Path, "stat", lambda path, **_: times)
+    old = Service("engine", {}, True, env_files=(variables.parse(file, b"A=old\n"),))
+    before = of_service(old, "2026-01-01T00:00:00Z", "", {})
+    now = Service("engine", {}, True, env_files=(variables.parse(file, b"A=new\n"),))
+    assert apply._as_read(now, before, started).env_files[0].values == {"A": expected}
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"engine": {}}'])
 def test_a_record_that_cannot_be_used_is_said_and_is_none(tmp_path, caplog, content):
     """What is there then counts as applied."""
@@ -167,6 +277,8 @@ def test_the_key_of_a_service_changes_with_its_definition_and_the_text_of_its_fi
     ]
     assert len({one.key, *(other.key for other in others)}) == 4
     assert Service("engine", {"image": "a"}, True, ConfigFile(path, None, "", b"a: 1\n")).key == one.key
+    with_env = replace(one, env_files=(variables.parse(path, b"A=1\n"),))
+    assert len({one.key, with_env.key, replace(one, env_files=(variables.parse(path, b"A=1 #\n"),)).key}) == 3
 
 
 @pytest.mark.parametrize(

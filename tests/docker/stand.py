@@ -24,6 +24,9 @@ HERE = Path(__file__).parent
 IMAGE = f"weightkeeper-standin:{os.getpid()}"
 SOCKET = "/var/run/docker.sock"
 
+OURS: set[str] = set()
+"""Names of this process's projects that may have containers: a restart of the Docker engine is ours to do to them."""
+
 COMPOSE = """\
 name: {name}
 x-stand-in: &stand-in
@@ -90,6 +93,17 @@ def until(look: Callable[[], Any], what: Callable[[], str] | str, seconds: float
     return found
 
 
+def foreign() -> list[str]:
+    """Names of the running containers that are not of this process's projects."""
+    shown = run("docker", "ps", "--format", '{{.Label "com.docker.compose.project"}} {{.Names}}')
+    return [name for project, _, name in (line.partition(" ") for line in shown.splitlines()) if project not in OURS]
+
+
+def docker_engine(verb: str) -> None:
+    """Start or stop the Docker engine of this machine, with every container."""
+    run(HERE.parents[1] / "scripts" / "docker-engine", verb)
+
+
 def build_image() -> None:
     """The stand-ins with this checkout's package, on the supervisor's image."""
     bases = [os.environ.get("STANDIN_BASE_IMAGE", ""), "weightkeeper-supervisor:local"]
@@ -122,16 +136,21 @@ class Stand:
     """One compose project with its supervisor.
 
     Attributes:
-        directory: of the project.
+        directory: of the project, where its files are edited.
+        seen: where supervisor and containers have it: the same, or a mount of it.
         engine_yaml: the file that the engine reads.
         compose_yaml: the project's own.
         log: the supervisor's standard error.
         action: what an edit of the engine's file asks for.
     """
 
-    def __init__(self, directory: Path, command: str = LAUNCHED, policy: str = "refuse") -> None:
+    def __init__(
+        self, directory: Path, command: str = LAUNCHED, policy: str = "refuse", seen: Path | None = None
+    ) -> None:
         self.directory = directory
+        self.seen = seen or directory
         self.name = f"wkstand-{uuid.uuid4().hex[:8]}"
+        OURS.add(self.name)
         self.engine_yaml = directory / "config" / "engine.yaml"
         self.compose_yaml = directory / "compose.yaml"
         self.action = "restart" if command == PLAIN else "reload"
@@ -186,17 +205,18 @@ class Stand:
         return self.messages()
 
     def up(self, **environment: str) -> None:
-        command = ["docker", "compose", "--project-directory", self.directory, "up", "--detach"]
+        command = ["docker", "compose", "--project-directory", self.seen, "up", "--detach"]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
         assert done.returncode == 0, done.stderr
         until(lambda: self.inspect()["State"]["Health"]["Status"] == "healthy", "the engine is healthy")
 
     def down(self) -> None:
         run("docker", "compose", "--project-name", self.name, "down", "--volumes", "--timeout", "1")
+        OURS.discard(self.name)
 
     def supervise(self, *options: str, **environment: str) -> None:
         self.begin(*options, **environment)
-        self.expect(f"supervising {self.name} in {self.directory}: engine ({self.engine_yaml})")
+        self.expect(f"supervising {self.name} in {self.seen}: engine ({self.seen / 'config/engine.yaml'})")
 
     def begin(self, *options: str, **environment: str) -> None:
         """As `supervise`, without waiting for it to be at work; what one before said is over."""
@@ -228,7 +248,7 @@ class Stand:
         return [(one["action"], one["result"]) for one in self.history()]
 
     def _options(self) -> list[str]:
-        return ["--project-directory", str(self.directory), "--state-dir", str(self.state)]
+        return ["--project-directory", str(self.seen), "--state-dir", str(self.state)]
 
     def messages(self) -> list[str]:
         """What the supervisor logged after it had begun last, or since `reset`, with all seconds as `S`."""
@@ -269,16 +289,16 @@ class Stand:
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.weightkeeper("history", "--json", "-n", "100000").stdout.splitlines()]
 
-    def engine(self) -> dict[str, Any]:
+    def engine(self, service: str = "engine") -> dict[str, Any]:
         """The launcher's status."""
-        return json.loads(run("docker", "exec", f"{self.name}-engine-1", "weightkeeper", "engine-status", "--json"))
+        return json.loads(run("docker", "exec", f"{self.name}-{service}-1", "weightkeeper", "engine-status", "--json"))
 
     def keeper(self) -> dict[str, Any]:
         """The keeper's status."""
         return json.loads(run("docker", "exec", f"{self.name}-sidecar-1", "weightkeeper", "status", "--json"))
 
-    def options(self) -> dict[str, Any]:
+    def options(self, service: str = "engine") -> dict[str, Any]:
         """What the running engine has read, and its `pid` in the container, asked at the container's own address."""
-        [network] = self.inspect()["NetworkSettings"]["Networks"].values()
+        [network] = self.inspect(service)["NetworkSettings"]["Networks"].values()
         with urllib.request.urlopen(f"http://{network['IPAddress']}:8000/health", timeout=DEADLINE) as answer:
             return ast.literal_eval(answer.read().decode())

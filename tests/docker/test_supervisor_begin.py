@@ -119,11 +119,14 @@ def test_a_swapped_link_is_exactly_one_reload(prepared):
     prepared.engine_yaml.symlink_to("..data/engine.yaml")
     prepared.up()
     prepared.supervise()
+    before = [prepared.start_of(service) for service in ("engine", "sidecar", "unlabelled")]
     (config / "..data_tmp").symlink_to("..2026-01-02")
     (config / "..data_tmp").replace(config / "..data")
     prepared.only(RELOAD, HEALTHY)
     assert prepared.options()["max-model-len"] == "1024"
-    assert len(prepared.history()) == 1
+    assert [prepared.start_of(service) for service in ("engine", "sidecar", "unlabelled")] == before
+    assert prepared.engine()["generation"] == 2
+    assert prepared.done() == [("reload", "healthy")]
 
 
 def test_polling_applies_a_change_too(prepared):

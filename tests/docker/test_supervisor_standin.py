@@ -83,8 +83,10 @@ def test_an_edit_of_the_definition_recreates(stand, old, new, cause):
 
 def test_a_value_that_one_service_uses_recreates_that_one(stand):
     """In the project's `.env`, which did not exist before, and in an environment file."""
+    first = stand.start_of()
     (stand.directory / ".env").write_text("LEVEL=two\n")
     stand.expect("engine healthy")
+    second = stand.start_of()
     (stand.directory / "engine.env").write_text("A=1\nB=3\n")
     stand.only(
         "recreate engine: environment LEVEL",
@@ -93,15 +95,22 @@ def test_a_value_that_one_service_uses_recreates_that_one(stand):
         "engine healthy S after recreate",
     )
     assert {"LEVEL=two", "B=3"} < set(stand.inspect()["Config"]["Env"])
+    third = stand.start_of()
+    assert [(one["action"], one["result"], one["before"], one["after"]) for one in stand.history()] == [
+        ("recreate", "healthy", first[0], second[0]),
+        ("recreate", "healthy", second[0], third[0]),
+    ]
 
 
 def test_an_override_file_that_appears_takes_part(stand):
     """With a list that replaces the command; the new config file is watched from then on."""
+    before = stand.start_of()
     (stand.directory / "config" / "other.yaml").write_text("model: /model\nmax-model-len: 1\n")
     (stand.directory / "compose.override.yaml").write_text(
         "services: {engine: {command: !override [weightkeeper, engine, --, --config, /config/other.yaml]}}\n"
     )
     stand.expect("engine healthy")
+    after = stand.start_of()
     (stand.directory / "config" / "other.yaml").write_text("model: /model\nmax-model-len: 2\n")
     until(lambda: len(stand.messages()) == 4, "recreation and reload")
     assert stand.messages() == [
@@ -110,10 +119,14 @@ def test_an_override_file_that_appears_takes_part(stand):
         "reload engine: other.yaml max-model-len 1 → 2",
         HEALTHY,
     ]
+    assert stand.start_of() == after and after[0] != before[0]
+    assert stand.options()["max-model-len"] == "2"
+    assert stand.done() == [("recreate", "healthy"), ("reload", "healthy")]
 
 
 def test_a_burst_of_both_kinds_is_one_recreation(stand):
     """One plan for all that came to rest together: four files, as at the checkout of a branch."""
+    before = stand.start_of()
     by_rename(stand.engine_yaml, EDITED)
     by_rename(stand.compose_yaml, stand.compose_yaml.read_text().replace("-one", "-two"))
     by_rename(stand.directory / "engine.env", "A=1\nB=4\n")
@@ -122,7 +135,9 @@ def test_a_burst_of_both_kinds_is_one_recreation(stand):
         "recreate engine: environment B LEVEL; engine.yaml max-model-len 2048 → 1024",
         "engine healthy S after recreate",
     )
-    assert len(stand.history()) == 1
+    [record] = stand.history()
+    assert (record["before"], record["after"]) == (before[0], stand.start_of()[0])
+    assert record["before"] != record["after"]
 
 
 @pytest.mark.parametrize("text", ["", "model: a\n b: c\n", None, "unreadable"])
@@ -181,17 +196,20 @@ def test_what_is_not_labelled_is_said_and_not_touched(stand):
 
 def test_a_file_written_in_chunks_is_one_action(stand):
     """Truncate, 200 ms, and the rest in two chunks."""
+    before, generation = stand.start_of(), stand.engine()["generation"]
     with stand.engine_yaml.open("w") as file:
         for chunk in ("", "model: /model\nmax-mod", "el-len: 1024\n"):
             file.write(chunk)
             file.flush()
             time.sleep(0.2)
     stand.only(RELOAD, HEALTHY)
-    assert len(stand.history()) == 1
+    assert (stand.start_of(), stand.engine()["generation"]) == (before, generation + 1)
+    assert stand.done() == [("reload", "healthy")]
 
 
 def test_noise_at_a_hundred_writes_a_second_delays_nothing_for_ever(stand):
     """Another file of the same directory is written all the time, the config file itself for a while: one action."""
+    before, generation = stand.start_of(), stand.engine()["generation"]
     is_over = threading.Event()
 
     def write() -> None:
@@ -209,12 +227,13 @@ def test_noise_at_a_hundred_writes_a_second_delays_nothing_for_ever(stand):
     finally:
         is_over.set()
         noise.join()
+    assert (stand.start_of(), stand.engine()["generation"]) == (before, generation + 1)
     assert stand.done() == [("reload", "healthy")]
 
 
 def test_a_value_that_the_check_refuses_keeps_the_server(stand):
     """No start is wasted on it, it is said once, and the right value after it is one reload."""
-    generation = stand.engine()["generation"]
+    before, generation = stand.start_of(), stand.engine()["generation"]
     stand.engine_yaml.write_text(ENGINE.replace("2048", "-1"))
     stand.expect("engine goes on as it is: ")
     (stand.directory / "engine.env").write_text("# other\nA=1\nB=2\n")
@@ -231,7 +250,7 @@ def test_a_value_that_the_check_refuses_keeps_the_server(stand):
         HEALTHY,
     ]
     assert stand.done() == [("reload", "refused"), ("reload", "healthy")]
-    assert stand.engine()["generation"] == generation + 1
+    assert (stand.start_of(), stand.engine()["generation"]) == (before, generation + 1)
 
 
 def test_a_refused_value_that_is_taken_back_does_nothing(stand):
@@ -281,7 +300,7 @@ def test_changes_while_an_engine_starts_are_one_action_afterwards(stand):
 
 def test_an_engine_that_comes_and_goes_is_said_and_left_to_the_user(stand):
     """Started by hand it is supervised from then on; removed from the files it is named, and not ended."""
-    text = stand.compose_yaml.read_text()
+    text, before = stand.compose_yaml.read_text(), stand.start_of()
     (stand.directory / "config" / "second.yaml").write_text("model: /model\nmax-model-len: 7\n")
     second = (
         "services:\n  second:\n    <<: *engine\n"
@@ -296,7 +315,7 @@ def test_an_engine_that_comes_and_goes_is_said_and_left_to_the_user(stand):
     start = stand.start_of("second")
     stand.compose_yaml.write_text(text)
     stand.expect("keep second: no longer in the project; end it with `docker compose rm -sf second`")
-    assert stand.start_of("second") == start
+    assert (stand.start_of("second"), stand.start_of()) == (start, before)
     run("docker", "rm", "--force", f"{stand.name}-second-1")
     assert [(one["service"], one["action"], one["result"]) for one in stand.history()] == [
         ("second", "reload", "healthy")

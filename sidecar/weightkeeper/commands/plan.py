@@ -7,12 +7,13 @@ from typing import Any
 import click
 import msgspec
 
-from weightkeeper.errors import ConfigError
-from weightkeeper.supervisor import place, project
+from weightkeeper.errors import ConfigError, DockerLostError
+from weightkeeper.supervisor import images, place, project, variables
+from weightkeeper.supervisor.builds import Build, Pair
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.connection import Connection
 from weightkeeper.supervisor.plan import Action, plan
-from weightkeeper.supervisor.project import Snapshot
+from weightkeeper.supervisor.project import Service, Snapshot
 from weightkeeper.supervisor.settings import is_here, project_options, state_option
 from weightkeeper.supervisor.state import Applied, State
 from weightkeeper.supervisor.stop import Stop
@@ -21,7 +22,8 @@ from weightkeeper.supervisor.stop import Stop
 @click.command("plan")
 @click.option("--json", "is_json", is_flag=True, help="One JSON list of actions.")
 @click.option("--with", "candidates", multiple=True, metavar="PATH=CANDIDATE",
-              help="Read the config file PATH from CANDIDATE; to ask before it is saved. Can be given several times.",
+              help="Read PATH, a config or environment file of an engine, from CANDIDATE; to ask before it is saved."
+              " Can be given several times.",
               )  # fmt: skip
 @project_options
 @state_option
@@ -36,8 +38,9 @@ def command(is_json: bool, candidates: tuple[str, ...], compose: Compose, state_
         raise ConfigError(
             f"{state_dir} has no record of {new.name}; start the supervisor, it writes down what is applied"
         )
-    actions = plan(_old(new, written), new)
-    tried = {name for name, one in written.items() if one.failed == new.services[name].key} if written else set()
+    old = _old(new, written)
+    actions = plan(old, new, _pairs(old, new))
+    tried = {name for name, one in written.items() if name in new.services and one.failed == new.services[name].key}
     if is_json:
         click.echo(msgspec.json.encode([_plain(action, action.service in tried) for action in actions]).decode())
         return
@@ -68,22 +71,39 @@ def _old(new: Snapshot, written: dict[str, Applied]) -> Snapshot:
     return replace(new, services=services)
 
 
+def _pairs(old: Snapshot, new: Snapshot) -> dict[str, Pair]:
+    """What is in images that change; nothing is known where Docker does not answer, and the plan says so."""
+    try:
+        return images.pairs(old, new, Connection(Stop()))
+    except DockerLostError:
+        return {engine.name: Pair(Build(), Build()) for engine in new.engines}
+
+
 def _with(snapshot: Snapshot, candidates: tuple[str, ...]) -> Snapshot:
-    """The snapshot with other content in some config files.
+    """The snapshot with other content in some files of engines.
 
     Raises:
-        ConfigError: a path is no engine's config file.
+        ConfigError: a path is no such file.
     """
     services = dict(snapshot.services)
     for candidate in candidates:
-        path, _, source = candidate.partition("=")
-        found = [each for each in snapshot.engines if each.config and each.config.path == Path(path).absolute()]
-        if not source or not found:
+        name, _, source = candidate.partition("=")
+        path = Path(name).absolute()
+        if not source or path not in snapshot.config_files:
             known = ", ".join(sorted(str(each) for each in snapshot.config_files)) or "none"
-            raise ConfigError(f"--with {candidate}: expected PATH=CANDIDATE with an engine's config file ({known})")
-        for each in found:
-            services[each.name] = replace(each, config=project.read_config(each.config.path, Path(source)))
+            raise ConfigError(f"--with {candidate}: expected PATH=CANDIDATE with a file that an engine reads ({known})")
+        for each in snapshot.engines:
+            services[each.name] = _reading(services[each.name], path, Path(source))
     return replace(snapshot, services=services)
+
+
+def _reading(service: Service, path: Path, source: Path) -> Service:
+    """The service with the content of `source` in place of its file at `path`, where it has it."""
+    config = service.config
+    if config and config.path == path:
+        config = project.read_config(path, source)
+    env_files = (variables.read(path, source) if file.path == path else file for file in service.env_files)
+    return replace(service, config=config, env_files=tuple(env_files))
 
 
 def _plain(action: Action, is_tried: bool) -> dict[str, Any]:

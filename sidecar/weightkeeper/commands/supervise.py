@@ -18,8 +18,11 @@ from weightkeeper.supervisor.watch import Timing
 @click.option("--settle", type=click.FloatRange(0.05, 60), default=0.5, show_default=True,
               help="Seconds that an edited file has to rest.")  # fmt: skip
 @click.option("--check", type=click.FloatRange(0.1, 3600), default=5.0, show_default=True,
-              help="Seconds between looks at the files where no event arrives.")  # fmt: skip
-@click.option("--poll", is_flag=True, help="Use no file events: for NFS, 9p and mounts of desktop machines.")
+              help="Seconds between looks at the files where no event arrives; an edit there is acted upon up to 1.5 s "
+              "later.")  # fmt: skip
+@click.option("--poll", is_flag=True,
+              help="Use no file events and look every 0.5 s: for NFS, 9p, virtiofs and mounts of desktop "
+              "machines.")  # fmt: skip
 @command_options.metrics_port
 @command_options.metrics_host
 def command(

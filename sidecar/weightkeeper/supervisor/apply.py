@@ -1,6 +1,7 @@
 """What is applied to the engines, what was tried in vain, and how an action of a plan is carried out."""
 
 import logging
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,10 @@ from weightkeeper.supervisor.engines import Engines
 from weightkeeper.supervisor.follow import Outcome, nanoseconds
 from weightkeeper.supervisor.history import History
 from weightkeeper.supervisor.plan import Action, Nothing, Recreate, Refuse, Reload, applied
-from weightkeeper.supervisor.project import Service, Snapshot
+from weightkeeper.supervisor.project import ConfigFile, Service, Snapshot
 from weightkeeper.supervisor.say import tell
 from weightkeeper.supervisor.state import Applied, State, of_service
+from weightkeeper.supervisor.variables import EnvFile
 from weightkeeper.supervisor.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Applier:
         self._history = history
         self._tried: dict[str, str] = {}
         self._vain: dict[str, Service] = {}
+        self._noted: dict[str, tuple[str, int]] = {}
         self._started: dict[str, str] = {}
         self._good: dict[str, Mapping[str, Any]] = {}
         self._supplied: dict[str, Mapping[str, Any]] = {}
@@ -66,6 +69,12 @@ class Applier:
             if services[engine.name].hash == engine.hash:
                 self._good.setdefault(engine.name, snapshot.resolved)
 
+    def note(self, snapshot: Snapshot) -> None:
+        """Remember since when each engine is as in this snapshot, which was read before."""
+        for engine in snapshot.engines:
+            if self._noted.get(engine.name, ("", 0))[0] != engine.key:
+                self._noted[engine.name] = engine.key, time.time_ns()
+
     def untried(self, actions: list[Action], snapshot: Snapshot) -> list[Action]:
         """Without what was tried for the same files already, and did not come up."""
         keys = {name: service.key for name, service in snapshot.services.items()}
@@ -83,9 +92,8 @@ class Applier:
         for name, service in list(self._vain.items()):
             if self._start_of(name) != self._started.get(name):
                 before = self.now.services[name]
-                self.now = replace(
-                    self.now, services={**self.now.services, name: replace(before, config=service.config)}
-                )
+                read = replace(before, config=service.config, env_files=service.env_files)
+                self.now = replace(self.now, services={**self.now.services, name: read})
                 del self._tried[name], self._vain[name]
 
     def take(self, snapshot: Snapshot, waiting: Collection[str]) -> None:
@@ -98,7 +106,7 @@ class Applier:
 
         Raises:
             NotSupervisedError: its container does not carry the label; nothing was done.
-            DockerLostError: Docker does not answer.
+            DockerLostError: Docker does not answer; the same action can be begun again.
         """
         service = snapshot.services[action.service]
         ended = self._ended(action, service, snapshot, compose)
@@ -139,6 +147,8 @@ class Applier:
                 return "good" if supply == "started" else "bad"
         if isinstance(action, Recreate):
             return self._actor.recreate(action, compose, self._good.get(service.name))
+        if self._is_read(service):
+            return self._actor.start(action)
         if isinstance(action, Reload):
             return self._actor.reload(action, service.launcher)
         return self._actor.restart(action)
@@ -158,6 +168,12 @@ class Applier:
             return "kept"
         return None
 
+    def _is_read(self, service: Service) -> bool:
+        """Whether its containers were all started after it was noted: what Docker, lost and back, starts reads anew."""
+        key, moment = self._noted.get(service.name, ("", 0))
+        starts = [one.attrs["State"]["StartedAt"] for one in self._engines.containers(service.name)]
+        return key == service.key and all(nanoseconds(start) > moment for start in starts)
+
     def _found(self, engine: Service, before: Applied | None) -> Service:
         """An engine as its containers have it, as far as that can be known."""
         try:
@@ -170,8 +186,8 @@ class Applier:
             elif not origin.is_made_from(container, engine):
                 log.warning("%s: %s", engine.name, _foreign(container, engine))
             at = container.attrs["State"]["StartedAt"]
-            if before and before.path and (before.started == at or not _is_read_at(engine, at)):
-                engine = replace(engine, config=before.service(engine).config)
+            if before:
+                engine = _as_read(engine, before, at)
         return engine
 
     @staticmethod
@@ -197,12 +213,27 @@ class Applier:
             return ""
 
 
-def _is_read_at(engine: Service, started: str) -> bool:
-    """Whether a container that was started then has read the config file as it is now."""
-    if engine.config is None:
+def _as_read(engine: Service, before: Applied, started: str) -> Service:
+    """An engine with its files as a container that was started then has read them, by the record where that is newer.
+
+    Args:
+        engine: with its files as they are now.
+    """
+    was = before.service(engine)
+    if before.started == started:
+        return replace(engine, config=was.config or engine.config, env_files=was.env_files)
+    config = was.config if was.config and not _is_read_at(engine.config, started) else engine.config
+    texts = {file.path: file for file in was.env_files}
+    env_files = (file if _is_read_at(file, started) else texts.get(file.path, file) for file in engine.env_files)
+    return replace(engine, config=config, env_files=tuple(env_files))
+
+
+def _is_read_at(file: ConfigFile | EnvFile | None, started: str) -> bool:
+    """Whether a container that was started then has read the file as it is now."""
+    if file is None:
         return True
     try:
-        status = engine.config.path.stat()
+        status = file.path.stat()
     except OSError:
         return False
     return max(status.st_mtime_ns, status.st_ctime_ns) < nanoseconds(started)

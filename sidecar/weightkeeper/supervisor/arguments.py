@@ -1,4 +1,4 @@
-"""Where an engine's vLLM config file lies: named in its command as the container sees it, translated to here."""
+"""Where the files lie that an engine reads: named in its command as the container sees them, translated to here."""
 
 import posixpath
 import re
@@ -85,6 +85,23 @@ def place(path: str, definition: Mapping[str, Any], project: Mapping[str, Any]) 
         return Place(None, f"{inside}: in a {kind}, out of our sight; bind-mount a directory of the project")
     relative = posixpath.relpath(inside, target)
     return Place(Path(source) if relative == "." else Path(source) / relative, is_single=relative == ".")
+
+
+def seen(path: str, definition: Mapping[str, Any], project: Mapping[str, Any], whose: str) -> tuple[Path | None, str]:
+    """As `place`, with what a person should know about watching it; "" where there is nothing.
+
+    Args:
+        whose: the service and what the file is to it, as in "engine: its config file".
+    """
+    found = place(path, definition, project)
+    if found.path is None:
+        return None, f"{whose} is not watched: {found.reason}"
+    if found.is_single:
+        return found.path, (
+            f"{whose.partition(':')[0]} mounts the single file {found.path}: after a save by rename it sees the old one"
+            " until it is restarted; mount the directory"
+        )
+    return found.path, ""
 
 
 def _mounts(definition: Mapping[str, Any]) -> list[tuple[str, str | None, str]]:

@@ -6,15 +6,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightkeeper.supervisor import options
+from weightkeeper.supervisor import options, variables
 from weightkeeper.supervisor.options import Effect
-from weightkeeper.supervisor.project import ConfigFile
+from weightkeeper.supervisor.project import ConfigFile, Service
 
 NOT_IN_CONTAINER = ("build", "depends_on", "develop", "profiles", "pull_policy", "scale")
 """Fields of a service for which Compose makes no other container (its own service hash leaves them out)."""
 
 SECRET = re.compile(r"(^|-)(api-key|token|secret|password)$")
 """Options whose values are not written into a log."""
+
+SECRET_VARIABLE = re.compile("TOKEN|KEY|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+"""Likewise, of environment variables, anywhere in the name."""
+
+SECRET_VALUE = re.compile(r"://[^/\s]*@")
+"""An address with a password in it, whatever the variable is called."""
 
 MAX_VALUE_CHARACTERS = 80
 """Of one value in a cause; a JSON mapping may be a screen long."""
@@ -30,15 +36,19 @@ class Change:
         name: of an option, or of a field of the definition.
         before: for people; "" where no value is to be shown.
         after: likewise.
-        effect: of an option's change.
+        effect: of the change of an option or a variable.
+        is_secret: no value may be shown; that it changed is all there is to say.
     """
 
     name: str
     before: str = ""
     after: str = ""
     effect: Effect | None = None
+    is_secret: bool = False
 
     def __str__(self) -> str:
+        if self.is_secret:
+            return f"{self.name} changed"
         return f"{self.name} {self.before} → {self.after}" if self.before else self.name
 
 
@@ -78,6 +88,29 @@ def of_options(old: ConfigFile | None, new: ConfigFile | None) -> Iterator[Chang
             texts = [UNSET if value is unset else shown(option, value) for value in (before, after)]
             effect = options.effect(option, *(None if value is unset else value for value in (before, after)))
             yield Change(option, *texts, effect)
+
+
+def of_variables(old: Service, new: Service) -> dict[str, list[Change]]:
+    """Name of a launcher's environment file → the variables in it that have another value for the server now.
+
+    A file goes over the container's own environment, so that a name that leaves it may keep its value.
+    """
+    if any(file.values is None for file in (*old.env_files, *new.env_files)):
+        return {}
+    before, after = (variables.of_definition(one.definition) | variables.merged(one.env_files) for one in (old, new))
+    found: dict[str, list[Change]] = {}
+    said_in = {name: file.path.name for one in (old, new) for file in one.env_files for name in file.values}
+    for name, file in said_in.items():
+        if before.get(name) != after.get(name):
+            found.setdefault(file, []).append(_variable(name, before.get(name), after.get(name)))
+    return found
+
+
+def _variable(name: str, before: str | None, after: str | None) -> Change:
+    effect = variables.effect(name)
+    if SECRET_VARIABLE.search(name) or any(SECRET_VALUE.search(value or "") for value in (before, after)):
+        return Change(name, effect=effect, is_secret=True)
+    return Change(name, *(UNSET if value is None else shown(name, value) for value in (before, after)), effect)
 
 
 def names(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

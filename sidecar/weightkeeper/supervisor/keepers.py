@@ -3,12 +3,12 @@
 import json
 import posixpath
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from weightkeeper.options import SOCKET_DIR
-from weightkeeper.supervisor import arguments, programs
+from weightkeeper.supervisor import arguments, programs, variables
 from weightkeeper.supervisor.programs import Program
 
 POLICY_LABEL = "weightkeeper.weights"
@@ -28,11 +28,13 @@ class Keeper:
     Attributes:
         program: in its container.
         config: the config file that it loads from, seen from here; None where it has none.
+        variables: those of its container's environment that may shape weights, as Compose resolves them.
     """
 
     service: str
     program: Program
     config: Path | None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def of_engine(definition: Mapping[str, Any], resolved: Mapping[str, Any]) -> Keeper | None:
@@ -69,7 +71,8 @@ def _keepers(resolved: Mapping[str, Any]) -> Iterator[tuple[Keeper, Mapping[str,
     for name, definition in (resolved.get("services") or {}).items():
         program = programs.find(arguments.words(definition), "serve")
         if program is not None:
-            yield Keeper(name, program, _config(definition, program, resolved)), definition
+            shaping = variables.shaping(variables.of_definition(definition))
+            yield Keeper(name, program, _config(definition, program, resolved), shaping), definition
 
 
 def _config(definition: Mapping[str, Any], program: Program, resolved: Mapping[str, Any]) -> Path | None:

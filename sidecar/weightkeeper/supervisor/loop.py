@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightkeeper.errors import ComposeError, DockerLostError, NotSupervisedError, ServiceError
-from weightkeeper.supervisor import place, project, sources
+from weightkeeper.supervisor import images, place, project, sources
 from weightkeeper.supervisor.act import Actor
 from weightkeeper.supervisor.alone import Alone
 from weightkeeper.supervisor.apply import Applier
@@ -65,6 +65,7 @@ class Supervisor:
         self._actor: Actor | None = None
         self._alone: Alone | None = None
         self._said: dict[str, object] = {}
+        self._interrupted: Action | None = None
         self._noticed: set[str] = set()
 
     def run(self) -> None:
@@ -143,8 +144,10 @@ class Supervisor:
 
     def _apply(self, snapshot: Snapshot, changed: Iterable[Path]) -> bool:
         """Plan, say what is kept, and carry out the rest; whether all was, before the files changed again."""
+        self._applier.note(snapshot)
         self._applier.settle()
-        planned = self._applier.untried(plan(self._applier.now, snapshot), snapshot)
+        pairs = images.pairs(self._applier.now, snapshot, self._connection)
+        planned = self._applier.untried(plan(self._applier.now, snapshot, pairs), snapshot)
         told = [self._tell_kept(one, snapshot) for one in planned if isinstance(one, Nothing | Refuse)]
         actions = [action for action in planned if not isinstance(action, Nothing | Refuse)]
         waiting = {action.service for action in actions}
@@ -157,11 +160,14 @@ class Supervisor:
     def _act(self, actions: list[Action], waiting: set[str], snapshot: Snapshot) -> bool:
         """Carry out the actions one by one; whether all were, before the files changed again."""
         for action in actions:
-            log.info("%s", action)
+            if action != self._interrupted:
+                log.info("%s", action)
+            self._interrupted = action  # and stays so where Docker is lost on the way: it is not said twice
             try:
                 self._applier.apply(action, snapshot, self._compose)
             except NotSupervisedError as error:
                 log.error("%s", error)
+            self._interrupted = None
             waiting.discard(action.service)
             if self._stop.is_set() or (waiting and self._watch.has_changed()):
                 break
@@ -193,8 +199,8 @@ class Supervisor:
     def _tell_kept(self, action: Nothing | Refuse, snapshot: Snapshot) -> bool:
         """Say why nothing is done; whether that had not been said yet. A fault and a refusal stay in the plan."""
         service = snapshot.services.get(action.service)
-        if service and service.config and (service.config.fault or isinstance(action, Refuse)):
-            return self._say(action, [service.config.path])
+        if service and (service.fault or isinstance(action, Refuse)):
+            return self._say(action, [file.path for file in service.files])
         log.warning("%s", action)
         return True
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from weightkeeper.supervisor import changes, keepers
+from weightkeeper.supervisor import changes, provision
+from weightkeeper.supervisor.builds import Pair
 from weightkeeper.supervisor.changes import Change
 from weightkeeper.supervisor.project import Service, Snapshot
 
-FROM_DISK = "(other weights, which no keeper here loads: the engine reads them from disk)"
-PUBLISHED = "(other weights: the engine loads them and publishes them)"
+USABLE = "can be used now; what the engine runs with is not known"
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -49,14 +50,14 @@ class Refuse(Action):
 
 @dataclass(frozen=True, slots=True)
 class Reload(Action):
-    """Have the launcher check the config file and replace its server; the container stays."""
+    """Have the launcher read its files again, check them and replace its server; the container stays."""
 
     verb = "reload"
 
 
 @dataclass(frozen=True, slots=True)
 class Restart(Action):
-    """Restart the container as it is; the engine reads its config file again."""
+    """Restart the container as it is; the engine reads its files again."""
 
     verb = "restart"
 
@@ -68,14 +69,17 @@ class Recreate(Action):
     verb = "recreate"
 
 
-def plan(old: Snapshot, new: Snapshot) -> list[Action]:
+def plan(old: Snapshot, new: Snapshot, pairs: Mapping[str, Pair] = MappingProxyType({})) -> list[Action]:
     """The smallest actions that apply `new` where `old` is applied; at most one for each service.
 
     Values are compared, not text: order, comments, quotes and line ends cause nothing.
+
+    Args:
+        pairs: service → the versions of its image and of its keeper, for each engine whose image changes.
     """
     actions: list[Action] = []
     for name in [*new.services, *(name for name in old.services if name not in new.services)]:
-        actions += _plan(old.services.get(name), new.services.get(name))
+        actions += _plan(old.services.get(name), new.services.get(name), pairs.get(name))
     for section in new.shared:
         if changed := changes.names(old.shared.get(section) or {}, new.shared[section]):
             cause = f"{section} {' '.join(changed)} changed; apply it with `docker compose up -d`"
@@ -87,12 +91,12 @@ def applied(old: Snapshot, new: Snapshot, waiting: Collection[str] = ()) -> Snap
     """`new` as far as its plan is carried out: what waits, and what cannot be used, stays as in `old`."""
     services = dict(new.services)
     for name, service in new.services.items():
-        if name in waiting or (service.config and service.config.fault):
+        if name in waiting or service.fault:
             services[name] = old.services.get(name, service)
     return replace(new, services=services)
 
 
-def _plan(old: Service | None, new: Service | None) -> Iterator[Action]:
+def _plan(old: Service | None, new: Service | None, pair: Pair | None) -> Iterator[Action]:
     if new is None:
         yield Nothing(old.name, f"no longer in the project; end it with `docker compose rm -sf {old.name}`")
         return
@@ -104,49 +108,32 @@ def _plan(old: Service | None, new: Service | None) -> Iterator[Action]:
     if not (old.is_engine and new.is_engine):
         if fields:
             yield Nothing(new.name, f"{', '.join(map(str, fields))} changed, not supervised; {by_hand}")
-    elif new.config and new.config.fault:
-        yield Nothing(new.name, new.config.fault)
+    elif new.fault:
+        yield Nothing(new.name, new.fault)
     else:
-        yield from _of_engine(old, new, fields)
+        yield from _of_engine(old, new, fields, pair)
 
 
-def _of_engine(old: Service, new: Service, fields: tuple[Change, ...]) -> Iterator[Action]:
+def _of_engine(old: Service, new: Service, fields: tuple[Change, ...], pair: Pair | None) -> Iterator[Action]:
     options = tuple(changes.of_options(old.config, new.config))
+    given = changes.of_variables(old, new)
     texts = [", ".join(map(str, fields))] if fields else []
     if options:
         texts.append(f"{new.config.path.name} {', '.join(map(str, options))}")
     elif new.config and (old.config is None or old.config.values is None):
-        texts.append(f"{new.config.path.name} can be used now; what the engine runs with is not known")
+        texts.append(f"{new.config.path.name} {USABLE}")
+    texts += [f"{name} {', '.join(map(str, changed))}" for name, changed in given.items()]
+    texts += [f"{file.path.name} {USABLE}" for file in old.env_files if file.values is None]
     if not texts:
         return
     cause = "; ".join(texts)
-    if reason := _out_of_reach(new, options):
-        yield Refuse(new.name, f"{cause}: {reason}", options)
+    read = tuple(change for changed in given.values() for change in changed)
+    weights = provision.of_engine(new, options, read, pair if any(field.name == "image" for field in fields) else None)
+    if reason := _out_of_reach(new, options) or weights.refusal:
+        yield Refuse(new.name, f"{cause}: {reason}", fields + options + read)
         return
-    keeper, note = "", ""
-    if any(change.effect and change.effect.kind == "weights" for change in options):
-        keeper, note, reason = _weights(new)
-        if reason:
-            yield Refuse(new.name, f"{cause}: {reason}", fields + options)
-            return
     kind = Recreate if fields else Reload if new.launcher else Restart
-    yield kind(new.name, " ".join(filter(None, [cause, note])), fields + options, keeper)
-
-
-def _weights(new: Service) -> tuple[str, str, str]:
-    """Of an engine that needs other weights: the keeper that loads them; else a note, or why it is refused."""
-    values = new.config.values
-    if not keepers.uses_keeper(values):
-        return "", "", ""
-    if new.keeper and new.keeper.config == new.config.path:
-        return new.keeper.service, "", ""
-    given = keepers.loader_options(values)
-    if given.get("publish") is True:
-        return "", PUBLISHED, ""
-    if given.get("fallback") is False:
-        where = f"the keeper of {new.keeper.service} reads another file" if new.keeper else "no keeper is in sight"
-        return "", "", f"other weights, {where}, and the engine may neither publish them nor read them from disk"
-    return "", FROM_DISK, ""
+    yield kind(new.name, " ".join(filter(None, [cause, weights.note])), fields + options + read, weights.keeper)
 
 
 def _out_of_reach(new: Service, options: tuple[Change, ...]) -> str:

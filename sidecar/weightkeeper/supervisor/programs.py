@@ -22,15 +22,19 @@ class Program:
     options: tuple[str, ...]
 
     def option(self, name: str) -> str:
-        """The value of `--name`, "" where it is not given. What follows `--` is not ours."""
-        value = ""
+        """The value of `--name`, the last one where there are several, "" where it is not given."""
+        return (self.every(name) or ("",))[-1]
+
+    def every(self, name: str) -> tuple[str, ...]:
+        """The values of `--name`, in either spelling and in order. What follows `--` is not ours."""
         ours = self._own()
+        values: list[str] = []
         for position, word in enumerate(ours):
             if word == name:
-                value = "".join(ours[position + 1 : position + 2])
+                values.append("".join(ours[position + 1 : position + 2]))
             elif word.startswith(f"{name}="):
-                value = word.partition("=")[2]
-        return value
+                values.append(word.partition("=")[2])
+        return tuple(values)
 
     def has(self, flag: str) -> bool:
         return flag in self._own()

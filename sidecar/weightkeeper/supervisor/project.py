@@ -10,10 +10,11 @@ import msgspec
 
 from weightkeeper import engine_config
 from weightkeeper.errors import ConfigError
-from weightkeeper.supervisor import arguments, files, keepers, programs
+from weightkeeper.supervisor import arguments, files, keepers, programs, variables
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.keepers import Keeper
 from weightkeeper.supervisor.programs import Program
+from weightkeeper.supervisor.variables import EnvFile
 
 LABEL = "weightkeeper.supervise"
 """A service whose label has the value `true` is an engine; nothing else is ever acted upon."""
@@ -50,6 +51,7 @@ class Service:
         launcher: our launcher in an engine's container; None where it runs something else.
         keeper: that an engine can take its weights from.
         hash: Compose's own of the definition, as it is on a container's label; "" where it is not known.
+        env_files: what an engine's launcher reads its environment from, a later one over an earlier one.
     """
 
     name: str
@@ -59,13 +61,24 @@ class Service:
     launcher: Program | None = None
     keeper: Keeper | None = None
     hash: str = ""
+    env_files: tuple[EnvFile, ...] = ()
+
+    @property
+    def files(self) -> tuple[ConfigFile | EnvFile, ...]:
+        """Every file that the engine reads itself and that can be seen from here."""
+        return (*((self.config,) if self.config else ()), *self.env_files)
+
+    @property
+    def fault(self) -> str:
+        """Why a file that the engine reads cannot be used, in one line; "" where all can."""
+        return "; ".join(file.fault for file in self.files if file.fault)
 
     @property
     def key(self) -> str:
-        """Equal for two moments in which the definition, and the text of the config file, are the same."""
-        text = self.config.text + self.config.fault.encode() if self.config else b""
+        """Equal for two moments in which the definition, and the text of the files that it reads, are the same."""
+        texts = [file.text + file.fault.encode() for file in (self.config, *self.env_files) if file] or [b""]
         definition = msgspec.json.encode(self.definition, order="deterministic")
-        return hashlib.sha256(definition + b"\0" + text).hexdigest()
+        return hashlib.sha256(b"\0".join([definition, *texts])).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +104,15 @@ class Snapshot:
 
     @property
     def config_files(self) -> frozenset[Path]:
-        return frozenset(service.config.path for service in self.engines if service.config)
+        """Every file that an engine reads itself."""
+        return frozenset(file.path for service in self.engines for file in service.files)
 
 
 def read(compose: Compose) -> Snapshot:
-    """Resolve the project and read the config files of its engines.
+    """Resolve the project and read the files of its engines.
 
     Raises:
-        ComposeError: Compose refuses the project. A config file that cannot be used is only its service's fault.
+        ComposeError: Compose refuses the project. A file of an engine that cannot be used is only its service's fault.
     """
     resolved, warnings = compose.config()
     return snapshot(resolved, warnings, compose.hashes(resolved))
@@ -118,12 +132,14 @@ def snapshot(
                 definition[section] = [[entry, shared.get(entry["source"])] for entry in used]
         if str((definition.get("labels") or {}).get(LABEL, "")).lower() == "true":
             config, more = _config(name, given, resolved)
-            notices += more
+            env_files, others = _env_files(name, given, resolved)
+            notices += more + others
             services[name] = Service(
                 name, definition, True, config,
                 launcher=_launcher(given),
                 keeper=keepers.of_engine(given, resolved),
                 hash=(hashes or {}).get(name, ""),
+                env_files=env_files,
             )  # fmt: skip
         else:
             services[name] = Service(name, definition, hash=(hashes or {}).get(name, ""))
@@ -141,19 +157,27 @@ def _config(
 ) -> tuple[ConfigFile | None, list[str]]:
     named = arguments.config(arguments.words(definition))
     if named is None:
-        return None, [f"{name} has no `--config FILE` in its command; only its compose definition is watched"]
+        return None, [
+            f"{name} has no `--config FILE` in its command; its options are watched in its compose definition only"
+        ]
     notices = []
     if not named.is_read:
         notices.append(f"{name}: vLLM ignores `--config={named.path}`; write two arguments, `--config {named.path}`")
-    place = arguments.place(named.path, definition, resolved)
-    if place.path is None:
-        return None, [*notices, f"{name}: its config file is not watched: {place.reason}"]
-    if place.is_single:
-        notices.append(
-            f"{name} mounts the single file {place.path}: after a save by rename it sees the old one until it is"
-            " restarted; mount the directory"
-        )
-    return read_config(place.path), notices
+    path, notice = arguments.seen(named.path, definition, resolved, f"{name}: its config file")
+    notices += [notice] if notice else []
+    return (read_config(path) if path else None), notices
+
+
+def _env_files(
+    name: str, definition: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> tuple[tuple[EnvFile, ...], list[str]]:
+    program = programs.find(arguments.words(definition), "engine")
+    found, notices = [], []
+    for given in program.every("--env-file") if program else ():
+        path, notice = arguments.seen(given, definition, resolved, f"{name}: its env file")
+        notices += [notice] if notice else []
+        found += [variables.read(path)] if path else []
+    return tuple(found), notices
 
 
 def read_config(path: Path, source: Path | None = None) -> ConfigFile:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from weightkeeper.supervisor import project
+from weightkeeper.supervisor import project, variables
 from weightkeeper.supervisor.project import Service
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ class Applied(msgspec.Struct, frozen=True):
         started: when its container was started, as Docker writes it.
         failed: key of what was tried and did not come up; it is not tried again.
         good: the whole project as it was when this service was healthy last.
+        env_files: the launcher's environment files in their order, each as its path and what it held, in base64; None
+            where a release wrote this that did not look at them.
     """
 
     definition: dict[str, Any]
@@ -35,11 +37,15 @@ class Applied(msgspec.Struct, frozen=True):
     started: str = ""
     failed: str = ""
     good: dict[str, Any] = {}
+    env_files: list[tuple[str, str]] | None = None
 
     def service(self, now: Service) -> Service:
         """The service as it was then; what runs in it is read off its definition of `now`."""
         config = project.parse_config(Path(self.path), base64.b64decode(self.text)) if self.path else None
-        return Service(now.name, self.definition, True, config, now.launcher, now.keeper, self.hash)
+        env_files = now.env_files
+        if self.env_files is not None:
+            env_files = tuple(variables.parse(Path(path), base64.b64decode(text)) for path, text in self.env_files)
+        return Service(now.name, self.definition, True, config, now.launcher, now.keeper, self.hash, env_files)
 
 
 class State:
@@ -83,4 +89,5 @@ def of_service(service: Service, started: str, failed: str, good: Mapping[str, A
         started=started,
         failed=failed,
         good=dict(good),
+        env_files=[(str(file.path), base64.b64encode(file.text).decode()) for file in service.env_files],
     )
