@@ -23,7 +23,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +167,55 @@ def orphan() -> int:
     return int(shown.stdout)
 
 
-CHILDREN = {"/program": program, "/fork": fork, "/orphan": orphan}
+def session() -> int:
+    """A program with a session of its own and nothing of our environment."""
+    return subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True, env={}, stdout=subprocess.DEVNULL).pid
+
+
+def daemon(runs: Callable[[], None]) -> int:
+    """A process that has left parent, session and descriptors behind."""
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        os.setsid()
+        if (child := os.fork()) == 0:
+            os.closerange(3, 1000)
+            runs()
+        os.write(writing, str(child).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        return int(stream.read())
+
+
+def sleep() -> None:
+    os.execve("/bin/sleep", ["sleep", "1000"], {})
+
+
+def pause() -> None:
+    """Ends with 0 at SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    while True:
+        signal.pause()
+
+
+def shared() -> str:
+    """Name of a piece of shared memory that Python's resource tracker removes when its makers are gone."""
+    MADE.append(SharedMemory(create=True, size=4096))
+    return MADE[-1].name
+
+
+MADE: list[SharedMemory] = []
+CHILDREN = {
+    "/program": program,
+    "/fork": fork,
+    "/orphan": orphan,
+    "/session": session,
+    "/daemon": lambda: daemon(sleep),
+    "/shared": shared,
+    "/forked-daemon": lambda: daemon(pause),
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -176,7 +226,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/sleep"):
             BUSY.append(self.path)
             time.sleep(float(self.path.partition("?")[2]))
-        child = CHILDREN[self.path]() if self.path in CHILDREN else 0
+        path, _, told = self.path.partition("?")
+        child = CHILDREN[path]() if path in CHILDREN else 0
+        if told and child:
+            Path(told).write_text(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
         body = json.dumps(self.server.facts | {"busy": BUSY, "child": child}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

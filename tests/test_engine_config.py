@@ -66,7 +66,7 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path):
 
 def test_an_endless_file_is_cut_off():
     """No read without a limit."""
-    with pytest.raises(ConfigError, match="over 1048576 bytes"):
+    with pytest.raises(ConfigError, match="over 65536 bytes"):
         engine_config.read("/dev/zero")
 
 

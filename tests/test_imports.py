@@ -102,7 +102,14 @@ def test_vllm_is_named_in_the_modules_that_are_named_for_it():
             names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
             if any(name.split(".")[0] == "vllm" for name in names):
                 naming.append(file.name)
-    of_server = {"vllm_binding.py", "vllm_draining.py", "vllm_forks.py", "vllm_imports.py", "vllm_server.py", "vllm_tokenizer.py"}
+    of_server = {
+        "vllm_binding.py",
+        "vllm_draining.py",
+        "vllm_forks.py",
+        "vllm_imports.py",
+        "vllm_server.py",
+        "vllm_tokenizer.py",
+    }
     of_start = {"vllm_conditions.py", "vllm_deferred.py", "vllm_graphs.py", "vllm_idle.py", "vllm_kv_size.py"}
     assert set(naming) == {"vllm_api.py", *of_server, *of_start, "vllm_start.py"}
 

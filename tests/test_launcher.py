@@ -1,6 +1,8 @@
 """The launcher as a process: starts, reloads, crashes, ends."""
 
+import http.client
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import threading
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from time import sleep
 
@@ -33,10 +36,20 @@ def test_a_server_is_forked_from_the_template_and_is_the_launchers_child():
         assert "OMP_NUM_THREADS" not in facts["environment"]
 
 
+IGNORING = """
+import os, signal, sys
+for number in (signal.SIGUSR1, signal.SIGRTMIN, signal.SIGRTMAX):
+    signal.signal(number, signal.SIG_IGN)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
 def test_the_servers_threads_and_signals_are_the_users_own(monkeypatch):
-    """The template's single thread is its own affair, and no signal stays ignored or blocked."""
+    """The template's single thread is its own affair, and no signal stays ignored or blocked, whoever started us."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    with launcher() as engine:
+    engine = LauncherProcess(prefix=(sys.executable, "-c", IGNORING))
+    try:
+        engine.start()
         facts = engine.ready()
         assert facts["environment"]["OMP_NUM_THREADS"] == "7"
         template = Path(f"/proc/{engine.status().template}/environ").read_bytes()
@@ -44,8 +57,12 @@ def test_the_servers_threads_and_signals_are_the_users_own(monkeypatch):
         lines = Path(f"/proc/{facts['core']}/status").read_text().splitlines()
         masks = dict(line.split(":\t") for line in lines if line.startswith("Sig"))
         assert int(masks["SigBlk"], 16) == 0
-        ignored = int(masks["SigIgn"], 16) & (1 << 31) - 1  # beyond these are the C library's own
-        assert ignored == 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1  # as Python starts
+        # 32 and 33 are the C library's own: it lets nobody set them, so what a parent of ours ignored of them stays so
+        ignored = {number for number in range(1, 65) if int(masks["SigIgn"], 16) >> number - 1 & 1} - {32, 33}
+        assert ignored == {signal.SIGPIPE, signal.SIGXFSZ}  # as Python starts
+        assert engine.end() == 0
+    finally:
+        engine.close()
 
 
 def test_a_reload_replaces_the_server_and_not_the_template():
@@ -299,21 +316,28 @@ def test_a_request_in_flight_ends_whole_at_a_reload():
         assert engine.ready(2)["pid"] != before["pid"]
 
 
-@pytest.mark.parametrize(("options", "mode"), [((), "forked"), (("--no-prefork",), "plain")], ids=["forked", "plain"])
-def test_the_launchers_own_death_leaves_no_process(options, mode):
-    """kill -9 of the launcher ends template and server, and where there is a template also what the server has left."""
+@pytest.mark.parametrize("also", ["nothing else", "the template", "its group"])
+@pytest.mark.parametrize("options", [(), ("--no-prefork",)], ids=["forked", "plain"])
+def test_the_launchers_own_death_leaves_no_process(options, also):
+    """kill -9 of the launcher, also together with its template, ends all that it and its server have started."""
     engine = LauncherProcess(*options)
     try:
         engine.start()
-        facts = engine.ready()
-        engine.process.kill()
+        engine.ready()
+        left = [engine.facts(way)["child"] for way in WAYS]
+        shared = Path("/dev/shm", engine.facts("/shared")["child"])
+        assert shared.exists()
+        template = engine.status().template
+        if also == "its group":
+            os.killpg(engine.process.pid, signal.SIGKILL)
+        else:
+            engine.process.kill()
+        if also == "the template" and template:
+            os.kill(template, signal.SIGKILL)
         assert engine.wait() == -signal.SIGKILL
-        wait_for(is_gone(facts["pid"]), "the end of the server")
-        if mode == "forked":
-            wait_for(lambda: not engine.left(), "the end of everything")
-        for each in engine.left():
-            os.kill(each.pid, signal.SIGKILL)
-        wait_for(lambda: not engine.left(), "the end of everything")
+        wait_for(lambda: not engine.left() and all(map(has_ended, left)), "the end of everything")
+        assert not shared.exists()
+        engine.wait_for_text("the launcher was killed, and so was what it has left: pid ")
         assert len(list(engine.temporary.iterdir())) == 1
         engine.start()
         engine.ready()
@@ -323,6 +347,21 @@ def test_the_launchers_own_death_leaves_no_process(options, mode):
         assert_nothing_left(engine)
     finally:
         engine.close()
+
+
+def test_a_warden_that_dies_is_replaced():
+    """The launcher's death still leaves nothing."""
+    with launcher("--no-prefork") as engine:
+        facts, warden = engine.ready(), engine.status().warden
+        os.kill(warden, signal.SIGKILL)
+        wait_for(lambda: engine.status().warden not in (0, warden), "a new warden")
+        assert "the warden ended by itself, signal 9 (SIGKILL); starting a new one" in engine.text()
+        assert engine.facts() == facts
+        engine.process.kill()
+        assert engine.wait() == -signal.SIGKILL
+        wait_for(lambda: not engine.left(), "the end of everything")
+        for left in (*engine.temporary.iterdir(), Path(engine.socket_dir)):
+            shutil.rmtree(left)
 
 
 def test_a_template_that_dies_is_replaced_and_the_server_goes_on():
@@ -425,6 +464,93 @@ def test_what_a_server_leaves_in_a_session_of_its_own_is_ended():
         os.kill(facts["pid"], signal.SIGKILL)
         engine.ready(2)
         assert is_gone(left, facts["core"], facts["worker"])()
+
+
+WAYS = ["/session", "/daemon", "/forked-daemon"]
+"""Of leaving the server: a session and environment of its own; without parent and descriptors; without exec as well."""
+
+
+def start_and_crash(engine: LauncherProcess, way: str) -> int:
+    """Have the server start a process and be killed before anybody can look; the pid of what it started."""
+    file = engine.directory / "child"
+    with suppress(ConnectionError, http.client.HTTPException):
+        engine.facts(f"{way}?{file}")
+    return int(file.read_text())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [(), ("--no-prefork",)], ids=["forked", "plain"])
+def test_what_goes_its_own_way_a_moment_before_a_crash_is_ended(options, way):
+    """It has the server's number, whatever else it gave up, and is gone before the next server is there."""
+    with launcher(*options) as engine:
+        engine.ready()
+        child = start_and_crash(engine, way)
+        engine.ready(2)
+        assert has_ended(child)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_goes_its_own_way_is_shown_and_ends_with_the_engine(way):
+    """At a reload, and at the launcher's end."""
+    with launcher() as engine:
+        engine.ready()
+        for generation in (2, 3):
+            child = engine.facts(way)["child"]
+            assert child in engine.status().processes
+            if generation == 2:
+                client.reload(engine.socket_dir, "e")
+                engine.ready(2)
+            else:
+                assert engine.end() == 0
+            assert has_ended(child)
+
+
+def test_a_launcher_that_can_give_no_numbers_says_so():
+    """It works, as far as sessions and parents tell what belongs to a server."""
+    limited = "import os, resource, sys; resource.setrlimit(10, (99, 99)); os.execvp(sys.argv[1], sys.argv[1:])"
+    engine = LauncherProcess(prefix=(sys.executable, "-c", limited))
+    try:
+        engine.start()
+        facts = engine.ready()
+        assert "no number can be given to the server's processes: the hard limit of file locks is 99" in engine.text()
+        os.kill(facts["core"], signal.SIGKILL)
+        engine.ready(2)
+        assert engine.status().warden == 0
+        assert engine.end() == 0
+        assert_nothing_left(engine)
+    finally:
+        engine.close()
+
+
+def test_a_daemon_that_ends_well_is_no_crash():
+    """The launcher, its parent by then, knows its exit code also where it has reaped it already."""
+    with launcher() as engine:
+        facts = engine.ready()
+        child = engine.facts("/forked-daemon")["child"]
+        wait_for(lambda: age(child) > 2.2, "a daemon that counts as a part of the server")
+        os.kill(child, signal.SIGTERM)
+        wait_for(is_gone(child), "the end of the daemon")
+        engine.send(signal.SIGHUP)
+        engine.ready(2)
+        assert engine.status().restarts == {"reload": 1}
+        assert engine.history()[0]["pid"] == facts["pid"]
+
+
+def test_what_the_launcher_has_not_started_is_left_alone():
+    """Children of its process from before it was the launcher."""
+    engine = LauncherProcess(prefix=("sh", "-c", 'sleep 1000 & exec "$@"', "sh"))
+    try:
+        engine.start()
+        facts = engine.ready()
+        others = [each for each in processes.table().values() if each.parent == engine.process.pid]
+        (before,) = [each.pid for each in others if each.name == "sleep"]
+        os.kill(facts["pid"], signal.SIGKILL)
+        engine.ready(2)
+        assert before not in engine.status().processes
+        assert engine.end() == 0
+        assert [each.pid for each in engine.left()] == [before]
+    finally:
+        engine.close()
 
 
 def test_no_zombie_stays():
@@ -584,6 +710,104 @@ def test_a_reload_can_move_the_port_and_back():
         engine.edit()
         client.reload(engine.socket_dir, "e")
         engine.ready(3)
+
+
+HOSTS = [("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "localhost")]
+
+
+@pytest.mark.parametrize(("old", "new"), HOSTS)
+def test_a_reload_can_change_the_host_alone(old, new):
+    """The port is ours already. The old address is left when the new server starts, and nobody else gets it."""
+    with launcher(host=old) as engine:
+        engine.wait_for_state("ready", 1)
+        for generation, host in ((2, new), (3, old), (4, new)):
+            engine.edit(host=host)
+            client.reload(engine.socket_dir, "e")
+            at = socket.gethostbyname(host)
+            assert engine.wait_for_state("ready", generation).address == f"{at}:{engine.port}"
+            socket.create_connection((at, engine.port)).close()
+            assert listening(engine.port) == {at}
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with pytest.raises(OSError, match="Address already in use"):
+                    other.bind((at, engine.port))
+
+
+def listening(port: int) -> set[str]:
+    """IPv4 addresses at which somebody listens on this port."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    found = {fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and int(fields[1][-4:], 16) == port}
+    return {socket.inet_ntoa(bytes.fromhex(each)[::-1]) for each in found}
+
+
+def test_clients_wait_while_the_host_gets_narrower():
+    """Those of the new address are taken by it from the moment in which it is accepted; none is refused or reset."""
+    with launcher(host="0.0.0.0", drain=0.3) as engine:
+        first = engine.ready()
+        stop = threading.Event()
+
+        def ask() -> set[int]:
+            seen = set()
+            while not stop.is_set():
+                seen.add(engine.facts()["pid"])
+            return seen
+
+        with ThreadPoolExecutor(2) as clients:
+            asking = [clients.submit(ask) for _ in range(2)]
+            try:
+                engine.edit(host="127.0.0.1")
+                client.reload(engine.socket_dir, "e")
+                last = engine.wait_for_state("ready", 2).pid
+                wait_for(lambda: engine.facts()["pid"] == last, "the new server answers")
+            finally:
+                stop.set()
+            assert set.union(*(each.result() for each in asking)) == {first["pid"], last}
+
+
+@pytest.mark.parametrize(("good", "bad"), HOSTS[:2])
+def test_the_last_good_configuration_gets_its_host_back(good, bad):
+    """Also where the port is the same: the broken one's listener is ours, too."""
+    with launcher(host=good) as engine:
+        engine.ready()
+        engine.edit(host=bad, crash=3)
+        client.reload(engine.socket_dir, "e")
+        engine.wait_for_state("broken")
+        assert listening(engine.port) == {bad}
+        client.reload(engine.socket_dir, "e", is_last_good=True)
+        assert engine.wait_for_state("ready").address == f"{good}:{engine.port}"
+        assert engine.facts() and listening(engine.port) == {good}
+
+
+def test_a_host_that_was_not_taken_after_all_takes_no_clients(tmp_path):
+    """Two requests, of which the first one passes its check and the second does not: the server goes on as it was."""
+    waits = tmp_path / "waits"
+    waits.touch()
+    with launcher(host="0.0.0.0") as engine:
+        before = engine.ready()
+        engine.edit(host="127.0.0.1", check_waits=str(waits))
+        known = {each.pid for each in engine.left()}
+        engine.send(signal.SIGHUP)
+        wait_for(lambda: {each.pid for each in engine.left()} - known, "a check that runs")
+        engine.edit(refuse="no")
+        engine.send(signal.SIGHUP)
+        assert engine.status().state == "ready"
+        waits.unlink()
+        engine.wait_for_text("reload refused, the server goes on as it is: no")
+        assert listening(engine.port) == {"0.0.0.0"}
+        assert engine.facts() == before
+
+
+def test_a_port_that_the_kernel_chooses_is_said():
+    """Once in the log, and in the status; it stays over reloads, and health is asked there."""
+    with launcher(port=0) as engine:
+        address = engine.wait_for_state("ready", 1).address
+        host, _, engine.port = address.partition(":")
+        assert host == "0.0.0.0" and int(engine.port) > 0
+        first = engine.facts()
+        client.reload(engine.socket_dir, "e")
+        assert engine.wait_for_state("ready", 2).address == address
+        assert engine.facts()["pid"] != first["pid"]
+        assert engine.text().count(f"listening at {address}") == 1
 
 
 def test_a_server_can_listen_on_a_path():

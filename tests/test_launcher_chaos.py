@@ -14,7 +14,19 @@ from launchers import LauncherProcess, launcher
 from weightkeeper.errors import WeightkeeperError
 from weightkeeper.launcher import client
 
-ACTIONS = ("server", "core", "worker", "template", "reload", "restart", "hangup", "refused", "variable", "nothing")
+ACTIONS = (
+    "server",
+    "core",
+    "worker",
+    "template",
+    "warden",
+    "reload",
+    "restart",
+    "hangup",
+    "refused",
+    "variable",
+    "nothing",
+)
 
 
 def act(engine: LauncherProcess, action: str, number: int) -> None:
@@ -26,6 +38,7 @@ def act(engine: LauncherProcess, action: str, number: int) -> None:
         "core": pids[1:2],
         "worker": pids[2:3],
         "template": [status.template] if status else [],
+        "warden": [status.warden] if status else [],
     }
     with suppress(ProcessLookupError, WeightkeeperError):
         for pid in victims.get(action, []):
@@ -64,8 +77,8 @@ def test_whatever_dies_the_engine_comes_back(seed):
         wait_for(lambda: reloaded(engine), "a reload that is accepted")
         facts = wait_for(lambda: answer(engine, "last"), "the last configuration answers")
         status = wait_for(lambda: whole(engine, facts), f"a whole tree; {engine.text()}")
-        wait_for(lambda: len(engine.left()) <= 5, "launcher, template, server, core and worker, and nobody else")
-        assert {each.pid for each in engine.left()} == {status.launcher, status.template, *status.processes}
+        known = {status.launcher, status.warden, status.template, *status.processes}
+        wait_for(lambda: {each.pid for each in engine.left()} == known, "nobody else")
         (private,) = engine.temporary.iterdir()
         assert {path.name for path in private.glob("generation-*")} == {f"generation-{status.generation}"}
         assert len(list(private.glob("config-*"))) == 1
@@ -92,7 +105,8 @@ def answer(engine: LauncherProcess, text: str) -> dict | None:
 def whole(engine: LauncherProcess, facts: dict):
     status = engine.status()
     parts = {facts["pid"], facts["core"], facts["worker"]}
-    return status if status.state == "ready" and set(status.processes) == parts and status.template else None
+    is_whole = status.state == "ready" and set(status.processes) == parts and status.template and status.warden
+    return status if is_whole else None
 
 
 @pytest.mark.parametrize("state", ["warming", "ready", "ending"])

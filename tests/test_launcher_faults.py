@@ -1,5 +1,6 @@
 """The launcher under faults of its surroundings: none of them ends a good server, or the launcher."""
 
+import json
 import os
 import re
 import resource
@@ -7,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,28 @@ from weightkeeper.errors import ConfigError
 from weightkeeper.launcher import arguments, client, environment
 from weightkeeper.launcher.checking import MAX_REASON_BYTES, cut
 from weightkeeper.launcher.history import EngineHistory
+
+BOMB = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("".join(f"k{i}: [1, 2, 3, 'abc']\n" for i in range(44_000)), "over 65536 bytes; is this the engine's config"),
+        (BOMB, "over 20000 values, with each alias counted as what it stands for"),
+        ("a: &a [*a]\n", "over 20000 values"),
+        ("port: 0x" + "f" * 60_000, "a number in the config file: Exceeds the limit"),
+    ],
+    ids=["large", "merged", "endless", "number"],
+)
+def test_a_config_file_that_would_take_too_long_is_refused(text, reason):
+    """Before it is taken apart; a megabyte took ten seconds, and a few lines of merge keys all memory."""
+    with launcher() as engine:
+        before = engine.ready()
+        engine.config.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            client.reload(engine.socket_dir, "e", timeout_s=20)
+        assert engine.facts() == before
 
 
 @pytest.mark.parametrize("line", ['host: "10.0..1–"', 'host: "a\\0b"', 'uds: "\\0abc"', 'uds: "/tmp/a\\0b"'])
@@ -125,6 +150,76 @@ def test_the_history_is_its_owners_alone(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@contextmanager
+def full_after(more: int, path: Path, pid: int = 0) -> Iterator[None]:
+    """No file grows beyond what this one has and `more` bytes; the write that would is cut short, as on a full disk."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def generations(path: Path) -> list[int]:
+    return [json.loads(line)["generation"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("more", [0, 1, 40])
+def test_a_full_disk_spoils_no_line_of_the_history(tmp_path, more, caplog):
+    """What does not fit is not there at all, and is in the log; what comes later follows as if nothing had been."""
+    history, path = EngineHistory(tmp_path, "e"), tmp_path / "engine-e.jsonl"
+    history.append("ready", 1, 1, "start")
+    with full_after(more, path):
+        history.append("ended", 2, 1, "no room")
+    history.append("ready", 3, 1, "room again")
+    assert generations(path) == [1, 3]
+    assert "this is not in it: {" in caplog.text and "no room" in caplog.text
+
+
+def test_a_line_that_was_cut_short_ends_before_the_next_one(tmp_path):
+    """By a power failure, say; the next line is whole."""
+    path = tmp_path / "engine-e.jsonl"
+    path.write_text('{"time":"2026-')
+    EngineHistory(tmp_path, "e").append("ready", 1, 1, "start")
+    cut_short, whole = path.read_text().splitlines()
+    assert cut_short == '{"time":"2026-' and json.loads(whole)["generation"] == 1
+
+
+def test_a_full_disk_while_the_history_is_shortened_takes_no_room(tmp_path, monkeypatch):
+    """The old file stays as it is, and no half of a new one."""
+    monkeypatch.setattr("weightkeeper.launcher.history.MAX_BYTES", 1000)
+    history, path = EngineHistory(tmp_path, "e"), tmp_path / "engine-e.jsonl"
+    while path.stat().st_size < 900:
+        history.append("ready", 1, 1, "start")
+    before = path.read_bytes()
+    with full_after(100 - len(before), path):
+        history.append("ready", 8, 1, "no room" * 10)
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (before, [path.name])
+    history.append("ready", 9, 1, "start")
+    assert generations(path)[-1] == 9
+
+
+def test_a_history_with_a_name_that_is_no_text_goes_on(tmp_path):
+    """Paths in a cause need not be."""
+    EngineHistory(tmp_path, "e").append("refused", 1, 1, "\udcff: no such file")
+    assert json.loads((tmp_path / "engine-e.jsonl").read_text())["cause"] == "?: no such file"
+
+
+def test_a_full_disk_does_not_end_the_launcher():
+    """Neither that of the history nor that of the log."""
+    with launcher() as engine:
+        facts, path = engine.ready(), engine.state_dir / "engine-e.jsonl"
+        with full_after(20, path, engine.process.pid):
+            os.kill(facts["pid"], signal.SIGKILL)
+            engine.ready(2)
+        os.kill(engine.status().pid, signal.SIGKILL)
+        engine.ready(3)
+        assert [(each["event"], each["generation"]) for each in engine.history()] == [
+            ("ready", 1), ("ended", 2), ("ready", 3)
+        ]  # fmt: skip
+
+
 def test_a_directory_as_config_file_leaks_nothing(tmp_path):
     """It is refused, and its descriptor closed."""
     before = descriptors_of(os.getpid())
@@ -188,13 +283,23 @@ def caught(status: Path) -> int:
     return int(re.search(r"SigCgt:\s+(\w+)", status.read_text())[1], 16)
 
 
+@pytest.mark.parametrize(("verb", "code"), [("engine", 7), ("engine-status", -signal.SIGHUP)])
+def test_a_signal_before_anything_was_read_is_ignored(tmp_path, verb, code):
+    """From the first line of the program on, before it imports any other package; only the launcher."""
+    first = "import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nraise SystemExit(7)\n"
+    (tmp_path / "click.py").write_text(first)
+    path = os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)])
+    command = [sys.executable, "-m", "weightkeeper.cli", verb]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode == code
+
+
 def test_a_long_refusal_is_cut():
     """To 4 KiB of UTF-8, in both ways of starting."""
     assert len(cut("ü" * 5000).encode()) <= MAX_REASON_BYTES and cut("ü" * 2048) == "ü" * 2048
     for options in ((), ("--no-prefork",)):
         with launcher(*options) as engine:
             engine.ready()
-            engine.edit(refuse="x" * 300_000)
+            engine.edit(refuse="x" * 60_000)
             with pytest.raises(ConfigError, match=r"^x{4093}…$"):
                 client.reload(engine.socket_dir, "e")
 

@@ -19,13 +19,18 @@ from keepers import wait_for
 
 from weightkeeper.errors import ConfigError
 from weightkeeper.launcher import arguments, environment, health, holders, processes
+from weightkeeper.launcher.address import Address
 from weightkeeper.launcher.backoff import BROKEN_AFTER, Backoff
 from weightkeeper.launcher.gpu_memory import GpuMemory
 from weightkeeper.launcher.history import EngineHistory
-from weightkeeper.launcher.listener import Address, Listener
-from weightkeeper.launcher.reaping import Exit
-from weightkeeper.launcher.settings import checked_name
+from weightkeeper.launcher.listener import Listener
+from weightkeeper.launcher.preparing import Preparer
+from weightkeeper.launcher.private import PrivateDirectory
+from weightkeeper.launcher.reaping import Exit, Reaper
+from weightkeeper.launcher.settings import Settings, checked_name
+from weightkeeper.launcher.templates import Templates
 from weightkeeper.launcher.timeline import Timeline, drain
+from weightkeeper.launcher.wishes import Wishes
 
 
 def config(tmp_path: Path, text: str) -> str:
@@ -210,10 +215,9 @@ def test_a_socket_is_traced_to_who_holds_it():
         try:
             assert holders.of_sockets([os.fstat(taken.fileno()).st_ino]) == [child.pid]
             assert holders.of_port(taken.getsockname()[1]) == f"pid {child.pid} (sleep)"
-            holders.kill([os.fstat(taken.fileno()).st_ino])
-            assert child.wait() == -9
         finally:
             child.kill()
+            child.wait()
 
 
 def test_a_program_has_another_stack_than_who_forked_it():
@@ -289,6 +293,68 @@ def test_only_status_200_is_health(answer, reason):
         assert answered(listener, [answer]) == reason
     finally:
         listener.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "reach"),
+    [("localhost", "127.0.0.1"), ("", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("127.0.0.2", "127.0.0.2")],
+)
+def test_health_is_asked_where_the_socket_really_is(host, reach):
+    """By number: a name may stand for an IPv6 address, too, at which somebody else listens."""
+    listener = Listener(Address(host, 0))
+    try:
+        assert listener.reach == (reach, listener.socket.getsockname()[1])
+        assert Address(host, 0).resolved().host == listener.at.host
+    finally:
+        listener.close()
+
+
+def test_health_is_asked_by_ipv6_where_the_socket_is():
+    """The wildcard is asked at the loopback address."""
+    try:
+        listeners = [Listener(Address(host, 0)) for host in ("::", "::1")]
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    assert [each.reach[0] for each in listeners] == ["::1", "::1"]
+    assert [answered(each, [b"HTTP/1.1 200 OK\r\n\r\n"]) for each in listeners] == ["", ""]
+    for each in listeners:
+        each.close()
+
+
+def test_a_host_that_nobody_knows_is_refused():
+    """With the address."""
+    with pytest.raises(ConfigError, match=r"^no\.such\.host\.invalid:80: "):
+        Address("no.such.host.invalid", 80).resolved()
+
+
+@pytest.mark.parametrize("slow", ["weightkeeper.engine_config.parse", "socket.getaddrinfo"])
+def test_slow_reading_does_not_stop_the_launcher(tmp_path, monkeypatch, slow):
+    """Neither a large file nor a slow name server: health, signals and the control socket are answered meanwhile."""
+    began, goes_on = threading.Event(), threading.Event()
+    module, _, name = slow.rpartition(".")
+    real = getattr(sys.modules[module], name)
+
+    def waits(*args, **kwargs):
+        began.set()
+        assert goes_on.wait(5), "the event loop stands still"
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(slow, waits)
+    settings = Settings(("--config", config(tmp_path, "port: 0\nmodel: m\n")), "e", prefork=False)
+    directory = PrivateDirectory()
+    preparer = Preparer(settings, Templates(settings, Reaper()), directory, Wishes(), lambda _: None)
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(preparer.first)
+            with anyio.fail_after(20):
+                while not began.is_set():
+                    await anyio.sleep(0.01)
+            goes_on.set()
+
+    anyio.run(run)
+    preparer.settle()
+    directory.close()
 
 
 def test_a_queue_alone_is_no_health():

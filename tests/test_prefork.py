@@ -339,3 +339,39 @@ def test_two_ranks_on_a_keepers_weights_come_back_from_the_loss_of_one(engine, t
     engine.close()
     assert files
     assert not [file for file in files if Path(file).exists()]
+
+
+def test_forked_workers_have_the_cpus_that_vllm_gives_to_spawned_ones(model, tmp_path):
+    """All of their threads; what vLLM would refuse of it in the engine core is refused while the old server serves."""
+    cpu = max(os.sched_getaffinity(0))
+    (tmp_path / "variables").write_text(f"VLLM_CPU_OMP_THREADS_BIND={cpu}\nOMP_NUM_THREADS=\n")
+    engine = Engine(config_of(model), "--env-file", str(tmp_path / "variables"))
+    try:
+        before = engine.ready(1)
+        assert engine.ask()
+        worker = engine.pid("VLLM::Worker")
+        assert {tuple(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{worker}/task")} == {(cpu,)}
+        assert os.sched_getaffinity(before.pid) == os.sched_getaffinity(0)
+        assert f"weightkeeper: worker 0 has the CPUs {cpu}, and as many threads" in engine.log()
+        engine.write(**{"tensor-parallel-size": 3})
+        engine.process.send_signal(signal.SIGHUP)
+        status = engine.until(lambda status: status.refusal)
+        assert f"Given number of CPU id list ['{cpu}'] doesn't match local world size 3" in status.refusal
+        assert (status.state, status.pid) == ("ready", before.pid)
+    finally:
+        engine.close()
+
+
+def test_a_plain_launcher_that_is_killed_leaves_no_process_of_vllm(model):
+    """Engine core and workers that vLLM itself has spawned do not see the server's end in time, if at all."""
+    engine = Engine(config_of(model), "--no-prefork")
+    try:
+        started = engine.ready(1)
+        engine.process.kill()
+        engine.process.wait()
+        deadline = time.monotonic() + 10
+        while any(pid in processes.table() for pid in started.processes):
+            assert time.monotonic() < deadline, engine.log()
+            time.sleep(0.02)
+    finally:
+        engine.close()

@@ -1,8 +1,15 @@
 """The `weightkeeper` program. A command's module is imported only when the command runs, so that each stays small."""
 
+import signal
+import sys
+
+if sys.argv[1:2] == ["engine"]:
+    # SIGHUP would end the launcher until it hears it, a third of a second from here. Nothing has been read yet, so
+    # there is nothing to read again.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
 import importlib
 import logging
-import sys
 
 import click
 

@@ -8,8 +8,11 @@ import yaml
 
 from weightkeeper.errors import ConfigError
 
-MAX_CONFIG_BYTES = 1024 * 1024
-"""A config file is some hundred bytes; a larger one is a mistake in the path."""
+MAX_CONFIG_BYTES = 64 * 1024
+"""A config file is some hundred bytes; a larger one is a mistake in the path. PyYAML takes a second for this."""
+
+MAX_VALUES = 20_000
+"""With each alias and merge key counted as what it stands for: a few lines can stand for billions of values."""
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -24,13 +27,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             raw = stream.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}; the engine's options belong in this file") from error
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file}: over {MAX_CONFIG_BYTES} bytes; is this the engine's config file?")
     return parse(raw, str(file))
 
 
 def parse(raw: bytes, name: str) -> dict[str, Any]:
     """As `read`, for the content of a file; `name` is used in messages."""
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{name}: over {MAX_CONFIG_BYTES} bytes; is this the engine's config file?")
     try:
         values = yaml.load(raw, Loader=_OnceLoader)  # noqa: S506  a SafeLoader underneath
     except yaml.MarkedYAMLError as error:
@@ -65,7 +68,16 @@ def required(values: dict[str, Any], option: str, path: str) -> str:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses what YAML forbids and PyYAML lets pass: the same key twice in one mapping."""
+    """A SafeLoader that refuses what YAML forbids and PyYAML lets pass: the same key twice in one mapping.
+
+    It also refuses a document that stands for more than MAX_VALUES, before anything is made of it.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _values(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"over {MAX_VALUES} values, with each alias counted as what it stands for")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -83,3 +95,13 @@ class _OnceLoader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; one that contains itself stands for too many."""
+    if id(node) not in known:
+        known[id(node)] = MAX_VALUES + 1  # until it is known
+        below = () if isinstance(node, yaml.ScalarNode) else node.value
+        children = (child for each in below for child in (each if isinstance(each, tuple) else (each,)))
+        known[id(node)] = 1 + sum(_values(child, known) for child in children)
+    return known[id(node)]

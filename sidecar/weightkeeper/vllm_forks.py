@@ -13,7 +13,7 @@ import threading
 from multiprocessing import resource_tracker
 from typing import NoReturn
 
-from weightkeeper import phases, threads, vllm_api, vllm_tokenizer
+from weightkeeper import phases, threads, vllm_api, vllm_binding, vllm_tokenizer
 
 logger = logging.getLogger("vllm.weightkeeper")
 
@@ -38,6 +38,7 @@ def settle_in(variables: dict[str, str], listener: socket.socket) -> None:
     _track_resources()
     if vllm_api.is_cpu():
         _unlink_early()
+        vllm_binding.bind_workers()
     os.register_at_fork(before=_config_is_over, after_in_child=functools.partial(_leave_server, listener))
 
 
@@ -68,6 +69,8 @@ def prefer_fork() -> None:
         method = os.environ[METHOD]
         checked(vllm_config)
         os.environ[METHOD] = method
+        if vllm_api.is_cpu():
+            vllm_binding.check(vllm_config)
 
     platform.check_and_update_config = staticmethod(check_and_update_config)
 

@@ -121,4 +121,6 @@ def leave(ended: "Exit") -> None:
         if ended.signal != signal.SIGKILL:
             signal.signal(ended.signal, signal.SIG_DFL)
         os.kill(os.getpid(), ended.signal)
-    sys.exit(ended.status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended.status)  # and not wait for a thread that may still read a file

@@ -52,4 +52,5 @@ def rows(status: EngineStatus, now: float) -> Iterator[tuple[str, str]]:
         yield "template", f"pid {status.template}, {status.threads} thread"
     else:
         yield "template", f"none: {status.why_plain}" if status.why_plain else "none yet"
-    yield "launcher", f"{status.version}, pid {status.launcher}, up {seconds_text(now - status.started_at)}"
+    warden = f", warden pid {status.warden}" if status.warden else ""
+    yield "launcher", f"{status.version}, pid {status.launcher}, up {seconds_text(now - status.started_at)}{warden}"

@@ -8,8 +8,8 @@ from typing import Any
 from weightkeeper import engine_config
 from weightkeeper.errors import ConfigError
 from weightkeeper.launcher import reading
+from weightkeeper.launcher.address import Address
 from weightkeeper.launcher.health import Tls
-from weightkeeper.launcher.listener import Address
 
 DEFAULT_PORT = 8000
 
@@ -127,7 +127,12 @@ def _positional(arguments: tuple[str, ...]) -> str:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None or isinstance(value, bool | list | dict) else str(value)
+    if value is None or isinstance(value, bool | list | dict):
+        return ""
+    try:
+        return str(value)
+    except ValueError as error:  # of a number, by Python's own limit
+        raise ConfigError(f"a number in the config file: {error}") from error
 
 
 def _port(text: str) -> int:

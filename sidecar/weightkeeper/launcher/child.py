@@ -9,7 +9,6 @@ import time
 from weightkeeper.launcher.processes import die_with_parent
 
 _ADOPTION_SECONDS = 10.0
-_LOSS_SECONDS = 2.0
 _CANNOT = 70
 """Exit code of a child that cannot take its place: EX_SOFTWARE of sysexits(3)."""
 
@@ -46,16 +45,6 @@ def await_parent(launcher: int) -> None:
             os._exit(_CANNOT)
         time.sleep(0.0005)
     end_with(launcher)
-
-
-def has_lost(launcher: int) -> bool:
-    """Whether the launcher, our parent, has ended. Its descriptors are closed a moment before its children know."""
-    deadline = time.monotonic() + _LOSS_SECONDS
-    while os.getppid() == launcher:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def end_with(launcher: int) -> None:

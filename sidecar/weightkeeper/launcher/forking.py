@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from weightkeeper.errors import TemplateError
-from weightkeeper.launcher import outcome
+from weightkeeper.launcher import outcome, stamp
 from weightkeeper.launcher.plain import start_module
 from weightkeeper.launcher.reaping import Reaper, Watched
 from weightkeeper.launcher.template import MAX_MESSAGE_BYTES
@@ -96,12 +96,18 @@ class Template:
             os.close(reading)
 
     async def start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], directory: str, descriptors: Sequence[int]
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        directory: str,
+        descriptors: Sequence[int],
+        number: int,
     ) -> Watched:
         """Fork a server. It is our child by the time it runs.
 
         Args:
             directory: for its temporary files.
+            number: for it and all that it starts, see `stamp`.
             descriptors: of the listening socket and of the socket for marks.
 
         Raises:
@@ -109,7 +115,7 @@ class Template:
             TemplateError: the template is lost, or has no room for a process.
         """
         message = {"op": "fork", "arguments": list(arguments), "environment": dict(environment), "directory": directory}
-        return await self._fork(message, descriptors)
+        return await self._fork(message, descriptors, number)
 
     def close(self) -> None:
         """End the process. Servers that were forked from it go on."""
@@ -121,7 +127,7 @@ class Template:
         else:
             self._channel.close()
 
-    async def _fork(self, message: dict[str, Any], descriptors: Sequence[int]) -> Watched:
+    async def _fork(self, message: dict[str, Any], descriptors: Sequence[int], number: int | None = None) -> Watched:
         """Ask for a child, and let it go on once it is watched. It is ours by the time it runs."""
         reading, writing = _pipe()
         with open(writing, "wb", buffering=0) as go:
@@ -139,6 +145,9 @@ class Template:
             if "pid" not in answer:
                 raise TemplateError(str(answer.get("error", "the template's answer to a fork has no pid")))
             child = self._reaper.watch(int(answer["pid"]), since)
+            if number is not None:
+                with contextlib.suppress(OSError):  # it has been killed; a limit that cannot be set has been said
+                    stamp.put(child.pid, number)
             with contextlib.suppress(BrokenPipeError):  # it has been killed already
                 go.write(b"1")
         return child

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from weightkeeper.errors import ConfigError, TemplateError
-from weightkeeper.launcher import timeline
+from weightkeeper.launcher import stamp, timeline
 from weightkeeper.launcher.forking import UnusableTemplateError
 from weightkeeper.launcher.gpu_memory import GpuMemory
 from weightkeeper.launcher.history import EngineHistory
@@ -65,7 +65,9 @@ class Generations:
         wishes: Wishes,
         state: EngineState,
         history: EngineHistory,
+        number: int,
     ):
+        self._number = number
         self._settings = settings
         self._reaper = reaper
         self._templates = templates
@@ -88,12 +90,13 @@ class Generations:
             good: called when it is healthy.
         """
         number = self._state.generation = next(self._numbers)
-        self._state.configuration = plan.configuration
+        self._state.configuration, self._state.address = plan.configuration, str(plan.listener.at)
         self._state.enter("starting", cause)
         self._memory.note(plan.configuration.environment)
         directory = self._directory.generation(number)
         try:
-            started = await self._started(plan, directory)
+            mine = stamp.of_server(self._number, number)
+            started = await self._started(plan, directory, mine)
             if isinstance(started, Verdict):
                 if not started.was_asked:
                     logger.error("generation %d: %s", number, started.cause)
@@ -101,7 +104,7 @@ class Generations:
             process, receiver = started
             with receiver, contextlib.ExitStack() as undo:
                 try:
-                    server = Server(process, number, plan, marks, self._settings, self._reaper)
+                    server = Server(process, number, mine, plan, marks, self._settings, self._reaper)
                 except OSError as error:
                     return await self._unwatched(process, error)
                 undo.callback(server.close)
@@ -112,7 +115,7 @@ class Generations:
             self._state.pid, self._state.tree = 0, None
             self._directory.remove(directory)
 
-    async def _started(self, plan: Plan, directory: Path) -> tuple[Watched, socket.socket] | Verdict:
+    async def _started(self, plan: Plan, directory: Path, number: int) -> tuple[Watched, socket.socket] | Verdict:
         """A new server's process and the receiver of its marks; a verdict where there is none."""
 
         async def start() -> tuple[Watched, socket.socket]:
@@ -120,7 +123,7 @@ class Generations:
                 source = await self._templates.source()
                 plan.listener.renew()
                 try:
-                    return await start_server(source, plan, directory)
+                    return await start_server(source, plan, directory, number)
                 except UnusableTemplateError as error:
                     self._templates.give_up(source, str(error))
                 except TemplateError as error:

@@ -1,6 +1,7 @@
 """Starts and ends of one engine's servers as JSON lines, `engine-NAME.jsonl` in the state directory."""
 
 import contextlib
+import errno
 import logging
 import os
 from datetime import datetime, timezone
@@ -59,17 +60,32 @@ class EngineHistory:
             raise ConfigError(f"{self._path}: {error.strerror}; give another with --state-dir") from error
 
     def append(self, event: str, generation: int, pid: int, cause: str, **more: object) -> None:
-        """Add a record. A full disk is said and stops nothing."""
+        """Add a record, whole or not at all. A full disk is said and stops nothing."""
         if self._path is None:
             return
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        cause = cause.encode(errors="replace").decode()  # the name of a file need not be text
         line = msgspec.json.encode(Record(time, event, generation, pid, cause, **more)) + b"\n"  # type: ignore[arg-type]
         try:
             self._shorten(len(line))
-            with open(self._path, "ab", opener=_private) as stream:
-                stream.write(line)
+            self._write(line)
         except OSError as error:
-            logger.warning("history: %s: %s", self._path, error.strerror)
+            logger.warning("history: %s: %s; this is not in it: %s", self._path, error.strerror, line.decode().strip())
+
+    def _write(self, line: bytes) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line  # the one before was cut short, by a power failure, say
+            try:
+                if os.write(descriptor, line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
 
     def _shorten(self, more: int) -> None:
         if self._path is None or self._path.stat().st_size + more <= MAX_BYTES:
@@ -77,10 +93,14 @@ class EngineHistory:
         newer = self._path.read_bytes()[-(MAX_BYTES // 2) :]
         temporary = self._path.with_suffix(".new")
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb", opener=_private) as stream:
-            stream.write(newer[newer.find(b"\n") + 1 :])
-        temporary.replace(self._path)
+        try:
+            with open(temporary, "xb", opener=_private) as stream:
+                stream.write(newer[newer.find(b"\n") + 1 :])
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # it has taken the last room
+            raise
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, _MODE)
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, _MODE)  # a FIFO would wait for a reader

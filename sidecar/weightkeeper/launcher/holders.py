@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,22 +14,11 @@ def of_sockets(inodes: Collection[int]) -> list[int]:
     return [pid for pid in _processes() if pid != os.getpid() and _holds(pid, wanted)]
 
 
-def of_port(port: int) -> str:
-    """Who listens on a TCP port, in words."""
+def of_port(port: int, but: Collection[int] = ()) -> str:
+    """Who listens on a TCP port, in words, on other sockets than those of `but`."""
     inodes = [fields[9] for fields in _connections() if fields[3] == _LISTENS and int(fields[1][-4:], 16) == port]
-    pids = of_sockets([int(inode) for inode in inodes])
+    pids = of_sockets({int(inode) for inode in inodes} - set(but))
     return ", ".join(f"pid {pid} ({_command(pid)})" for pid in pids) or "another process that cannot be seen from here"
-
-
-def kill(inodes: Collection[int]) -> None:
-    """SIGKILL to whoever holds one of these sockets, until nobody does; a process may fork meanwhile."""
-    for _ in range(100):
-        pids = of_sockets(inodes)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not pids:
-            return
 
 
 def _processes() -> list[int]:

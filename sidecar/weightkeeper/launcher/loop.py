@@ -24,6 +24,7 @@ from weightkeeper.launcher.state import EngineState
 from weightkeeper.launcher.templates import Templates
 from weightkeeper.launcher.timeline import Timeline
 from weightkeeper.launcher.unavailable import refuse_clients
+from weightkeeper.launcher.warden import Warden
 from weightkeeper.launcher.wishes import Plan, Wishes
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -52,17 +53,26 @@ class Launcher:
         self._state = EngineState(settings.name)
         self._templates = Templates(settings, self._reaper)
         self._backoff = Backoff(settings.delay, settings.delay_max, settings.healthy_seconds)
+        self._warden = Warden(self._reaper)
         with contextlib.ExitStack() as undo:
             self._history = EngineHistory(settings.state_dir, settings.name)
             self._directory = PrivateDirectory()
             undo.callback(self._directory.close)
-            self._control = Control(settings, self._wishes, lambda: self._state.status(self._templates))
+            undo.callback(self._warden.close)
+            self._control = Control(settings, self._wishes, lambda: self._state.status(self._templates, self._warden))
             undo.callback(self._control.close)
             self._preparer = Preparer(settings, self._templates, self._directory, self._wishes, self._refused)
             undo.callback(self._preparer.settle)
             undo.callback(self._templates.close)
             self._generations = Generations(
-                settings, self._reaper, self._templates, self._directory, self._wishes, self._state, self._history
+                settings,
+                self._reaper,
+                self._templates,
+                self._directory,
+                self._wishes,
+                self._state,
+                self._history,
+                self._warden.number,
             )
             undo.callback(self._generations.close)
             self._undo = undo.pop_all()
@@ -76,11 +86,13 @@ class Launcher:
         processes.become_subreaper()
         ended: Exit | WeightkeeperError
         with self._undo, deaf_afterwards(), anyio.open_signal_receiver(*SIGNALS) as signals:
+            self._warden.start()
             for number in self._early:
                 self._take(signal.Signals(number))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._hear, signals)
                 tasks.start_soon(self._control.run)
+                tasks.start_soon(self._warden.keep)
                 try:
                     ended = await self._live(tasks)
                 except WeightkeeperError as error:  # so that it leaves the task group as what it is

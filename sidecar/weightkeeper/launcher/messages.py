@@ -57,6 +57,7 @@ class EngineStatus(Message, frozen=True):
         since: when this state began.
         generation: counts servers; 0 before the first.
         pid: of the server; 0 while there is none.
+        address: where the server listens, in numbers.
         processes: pid → name, of the server and what it has started.
         restarts: kind of cause (`reload`, `restart`, `crash`, `unhealthy`) → how often.
         cause: why it waits or is broken.
@@ -64,6 +65,7 @@ class EngineStatus(Message, frozen=True):
         phases: name → seconds, of the last start that came to health; they add up to `start_seconds`.
         prefork: whether servers are forked; `why_plain` says why not.
         threads: of the template.
+        warden: pid of the process that ends what a killed launcher leaves; 0 where there is none.
         refusal: of the last check, until one passes.
     """
 
@@ -89,6 +91,7 @@ class EngineStatus(Message, frozen=True):
     why_plain: str = ""
     template: int = 0
     threads: int = 0
+    warden: int = 0
     refusal: str = ""
     refused_at: float = 0.0
 

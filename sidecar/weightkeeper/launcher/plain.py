@@ -1,5 +1,6 @@
 """Servers as processes of their own, each with imports of its own: the way that needs no fork."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from weightkeeper import phases
 from weightkeeper.errors import TemplateError
-from weightkeeper.launcher import outcome
+from weightkeeper.launcher import outcome, stamp
 from weightkeeper.launcher.reaping import Reaper, Watched
 
 PLAIN_CHECK_SECONDS = 600.0
@@ -28,12 +29,21 @@ class Plain:
         self._reaper = reaper
 
     async def start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], directory: str, descriptors: Sequence[int]
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        directory: str,
+        descriptors: Sequence[int],
+        number: int,
     ) -> Watched:
         """As Template.start."""
         listener, _ = descriptors
         given = {**environment, "TMPDIR": directory, phases.CHANNEL: os.path.join(directory, MARKS)}
-        return start_module(self._reaper, self._application, ["--serve", str(listener)], arguments, given, descriptors)
+        options = ["--serve", str(listener)]
+        process = start_module(self._reaper, self._application, options, arguments, given, descriptors)
+        with contextlib.suppress(OSError):  # it has been killed; a limit that cannot be set has been said
+            stamp.put(process.pid, number)  # Python takes longer to start than this
+        return process
 
     async def check(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """As Template.check; it takes as long as the imports do."""

@@ -9,10 +9,12 @@ import anyio
 
 from weightkeeper.errors import ConfigError, TemplateError, WeightkeeperError
 from weightkeeper.launcher import arguments, environment
+from weightkeeper.launcher.address import Address
 from weightkeeper.launcher.arguments import Configuration
+from weightkeeper.launcher.aside import aside
 from weightkeeper.launcher.checking import cut
 from weightkeeper.launcher.forking import Template
-from weightkeeper.launcher.listener import Address, Listener
+from weightkeeper.launcher.listener import Listener
 from weightkeeper.launcher.private import PrivateDirectory
 from weightkeeper.launcher.settings import Settings
 from weightkeeper.launcher.templates import Templates
@@ -58,7 +60,7 @@ class Preparer:
         Raises:
             ConfigError: it cannot be started.
         """
-        plan = await self._checked(self._read(), "start", is_first=True)
+        plan = await self._checked(await self._read(), "start", is_first=True)
         while self._wishes.reloads:
             taken = self._wishes.take_reloads()
             try:
@@ -69,15 +71,19 @@ class Preparer:
                 _decide(taken)
         return plan
 
-    def settle(self, *needed: Plan | None) -> None:
-        """Let go of the copies and the listening sockets of all other plans."""
-        copies = {each.copy for each in needed if each is not None}
-        gone = [each for each in self._plans if each.copy not in copies]
-        self._plans = [each for each in self._plans if each.copy in copies]
-        kept = [each.listener for each in self._plans]
-        for each in gone:
-            self._directory.remove(each.copy)
-            if each.listener not in kept:
+    def settle(self, plan: Plan | None = None, next_plan: Plan | None = None, good: Plan | None = None) -> None:
+        """Let go of the copies and the listening sockets of all other plans.
+
+        Args:
+            plan: that is served. Nothing else listens on its port, so that clients reach it by each of its addresses.
+            next_plan: that is served next.
+            good: that was served before, and may be again.
+        """
+        copies = {each.copy for each in (plan, next_plan, good) if each is not None}
+        self._drop(*(each for each in self._plans if each.copy not in copies))
+        served = [each.listener for each in (plan, next_plan) if each is not None]
+        for each in self._plans:
+            if plan is not None and each.listener not in served and each.listener.has_port(plan.listener.at.port):
                 each.listener.close()
 
     async def run(self) -> None:
@@ -107,14 +113,28 @@ class Preparer:
         self._refused(reason)
         _decide(taken, reason)
 
+    def _drop(self, *gone: Plan) -> None:
+        self._plans = [each for each in self._plans if each not in gone]
+        kept = [each.listener for each in self._plans]
+        for each in gone:
+            self._directory.remove(each.copy)
+            if each.listener not in kept:
+                each.listener.close()
+
     async def _last_good(self, cause: str) -> Plan:
         """What was healthy last, once there is a template of its variables. Nothing is read or checked."""
         while (good := self._wishes.good) is not None:
             read = good.configuration
             source = await self._templates.candidate(read.arguments, read.environment)
             if self._wishes.good is good:
+                try:
+                    plan = replace(good, cause=cause, listener=self._listener(good.listener.address))
+                except BaseException:
+                    self._templates.discard(source)
+                    raise
+                self._plans = [plan if each.copy == good.copy else each for each in self._plans]
                 self._templates.adopt(source, read.arguments, read.environment)
-                return replace(good, cause=cause)
+                return plan
             self._templates.discard(source)  # another became healthy meanwhile
         raise ConfigError("no server was healthy yet, so there is no last good configuration")
 
@@ -122,25 +142,30 @@ class Preparer:
         """What requests during the first warming lead to."""
         if taken[0].is_last_good:
             return await self._last_good(taken[0].cause)
-        read = self._read()
+        read = await self._read()
         return plan if read == plan.configuration else await self._checked(read, "start", is_first=True)
 
     async def _prepare(self, cause: str, taken: list[Reload]) -> Plan:
         """Read until what was checked is still what is there, so that later requests are answered, too."""
-        read = self._read()
+        read = await self._read()
         while True:
             plan = await self._checked(read, cause)
             if not self._wishes.has_reading:
                 return plan
             taken += self._wishes.take_reloads()
-            again = self._read()
+            try:
+                again = await self._read()
+            except BaseException:
+                self._drop(plan)
+                raise
             if again == read:
                 return plan
+            self._drop(plan)
             read = again
 
-    def _read(self) -> Configuration:
-        given = self._settings.arguments
-        read = arguments.read(given, environment.read(self._settings.env_files))
+    async def _read(self) -> Configuration:
+        given, env_files = self._settings.arguments, self._settings.env_files
+        read = await aside(lambda: arguments.read(given, environment.read(env_files)))
         if arguments.is_unread(given):
             logger.warning("--config=FILE: vLLM itself does not read a file in this spelling; the launcher has it read")
         grace, drain = self._settings.stop_grace, read.shutdown_timeout
@@ -155,10 +180,11 @@ class Preparer:
             source = await self._templates.candidate(read.arguments, read.environment)
             copy = self._directory.configuration(next(self._numbers))
             try:
+                address = await aside(read.address.resolved)
                 words = read.write(copy)
                 if not is_first or isinstance(source, Template):
                     await source.check(words, read.environment)
-                listener = self._listener(read.address)
+                listener = self._listener(address)
             except TemplateError as error:
                 self._directory.remove(copy)
                 self._templates.discard(source)
@@ -178,9 +204,8 @@ class Preparer:
 
     def _listener(self, address: Address) -> Listener:
         """The one that is open at this address, or a new one."""
-        return next((each.listener for each in self._plans if each.listener.address == address), None) or Listener(
-            address
-        )
+        ours = [each.listener for each in self._plans if each.listener.is_open]
+        return next((each for each in ours if each.is_at(address)), None) or Listener(address, ours)
 
 
 def _decide(taken: list[Reload], refusal: str = "") -> None:

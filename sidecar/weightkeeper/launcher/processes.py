@@ -10,6 +10,10 @@ from dataclasses import dataclass
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+TRACKER_SECONDS = 3.0
+"""For Python's resource trackers, which remove the shared memory that the dead left; they end by themselves."""
+
+_TRACKER = b"multiprocessing.resource_tracker"
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,7 +60,7 @@ def process(pid: int) -> Process | None:
         with open(f"/proc/{pid}/stat", "rb") as stream:
             raw = stream.read(4096)
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if lacks_room(error):
             raise
         return None
     head, _, tail = raw.rpartition(b")")
@@ -66,6 +70,11 @@ def process(pid: int) -> Process | None:
         return None
     numbers = [int(fields[number - 3]) for number in (4, 6, 22, 28, 52)]
     return Process(pid, name, fields[0].decode(), *numbers)
+
+
+def lacks_room(error: OSError) -> bool:
+    """Whether we have no descriptor or memory left, so that an answer says nothing of what was asked for."""
+    return error.errno in _NO_ROOM
 
 
 def table() -> dict[int, Process]:
@@ -94,6 +103,11 @@ def command_line(pid: int) -> bytes:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as stream:
         return stream.read(65536)
     return b""
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is one of Python's resource trackers, see TRACKER_SECONDS."""
+    return _TRACKER in command_line(pid)
 
 
 def become_subreaper() -> None:

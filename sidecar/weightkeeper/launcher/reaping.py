@@ -72,6 +72,11 @@ class Reaper:
             self._watched[pid] = watched
         return watched
 
+    def ended(self, pid: int, since: float) -> Exit | None:
+        """How an orphan ended that lived at `since`, by time.monotonic(); None where that is not known."""
+        at, ended = self._strangers.get(pid, (0.0, None))
+        return ended if at >= since else None
+
     def reap(self) -> None:
         """Take in all that have ended. To be called at SIGCHLD."""
         while True:

@@ -55,7 +55,14 @@ class Server:
     """
 
     def __init__(
-        self, process: Watched, generation: int, plan: Plan, marks: Timeline, settings: Settings, reaper: Reaper
+        self,
+        process: Watched,
+        generation: int,
+        number: int,
+        plan: Plan,
+        marks: Timeline,
+        settings: Settings,
+        reaper: Reaper,
     ):
         self.pid = process.pid
         self.generation = generation
@@ -63,7 +70,7 @@ class Server:
         self.timeline = marks
         self.healthy_at: float | None = None
         self.process = process
-        self.tree = Tree(process.pid, reaper)
+        self.tree = Tree(process.pid, number, reaper)
         self._settings = settings
 
     @property
@@ -180,11 +187,12 @@ async def _haste(wishes: Wishes, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-async def start_server(source: Source, plan: Plan, directory: Path) -> tuple[Watched, socket.socket]:
+async def start_server(source: Source, plan: Plan, directory: Path, number: int) -> tuple[Watched, socket.socket]:
     """Start a server; its process, and the receiver of its marks.
 
     Args:
         directory: for its temporary files; made here.
+        number: for it and all that it starts, see `stamp`.
 
     Raises:
         TemplateError: it cannot be started.
@@ -205,6 +213,6 @@ async def start_server(source: Source, plan: Plan, directory: Path) -> tuple[Wat
         with sender:
             descriptors = [plan.listener.socket.fileno(), sender.fileno()]
             environment = plan.configuration.environment
-            process = await source.start(plan.arguments, environment, str(directory), descriptors)
+            process = await source.start(plan.arguments, environment, str(directory), descriptors, number)
         undo.pop_all()
         return process, receiver

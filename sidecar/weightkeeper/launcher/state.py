@@ -9,6 +9,7 @@ from weightkeeper.launcher.forking import Template
 from weightkeeper.launcher.messages import Ended, EngineStatus, State
 from weightkeeper.launcher.templates import Templates
 from weightkeeper.launcher.tree import Tree
+from weightkeeper.launcher.warden import Warden
 
 
 class EngineState:
@@ -20,6 +21,7 @@ class EngineState:
         self.cause = ""
         self.generation = 0
         self.pid = 0
+        self.address = ""
         self.tree: Tree | None = None
         self.configuration: Configuration | None = None
         self.restarts: dict[str, int] = {}
@@ -44,7 +46,7 @@ class EngineState:
     def refuse(self, reason: str) -> None:
         self.refusal, self.refused_at = reason, time.time() if reason else 0.0
 
-    def status(self, templates: Templates) -> EngineStatus:
+    def status(self, templates: Templates, warden: Warden) -> EngineStatus:
         """All of it as a message."""
         current, configuration = templates.current, self.configuration
         template = current if isinstance(current, Template) else None
@@ -59,7 +61,7 @@ class EngineState:
             pid=self.pid,
             processes=self.tree.names if self.tree else {},
             model=configuration.model if configuration else "",
-            address=str(configuration.address) if configuration else "",
+            address=self.address,
             config=configuration.config if configuration else "",
             restarts=dict(self.restarts),
             last_exit=self.last_exit,
@@ -71,6 +73,7 @@ class EngineState:
             why_plain=templates.why_plain,
             template=template.process.pid if template else 0,
             threads=template.threads if template else 0,
+            warden=warden.pid,
             refusal=self.refusal,
             refused_at=self.refused_at,
         )

@@ -31,10 +31,8 @@ from types import ModuleType
 from typing import Any
 
 from weightkeeper import phases
-from weightkeeper.launcher import holders
 from weightkeeper.launcher.checking import check
-from weightkeeper.launcher.child import await_go, await_parent, become, end_with, has_lost
-from weightkeeper.launcher.processes import die_with_parent
+from weightkeeper.launcher.child import await_go, await_parent, become, end_with
 from weightkeeper.launcher.warming import unfit, warm
 
 MAX_MESSAGE_BYTES = 1024 * 1024
@@ -66,24 +64,17 @@ class Template:
     def __init__(self, channel: socket.socket, launcher: int):
         self._channel = channel
         self._launcher = launcher
-        self._inodes: list[int] = []
 
     def answer(self) -> Server | Check | None:
         """Answer requests. Returns what to run in a forked child, and None in the template itself, at the end."""
         while True:
             request, descriptors = self._receive()
             if request is None:
-                if has_lost(self._launcher):  # by SIGKILL, perhaps: what descends from its last server goes, too
-                    holders.kill(self._inodes)
                 return None
-            is_server = request["op"] == "fork"
-            if is_server and (reason := unfit()) is not None:
+            if request["op"] == "fork" and (reason := unfit()) is not None:
                 self._say({"unusable": reason})
-            else:
-                if is_server:
-                    self._inodes = [os.fstat(each).st_ino for each in descriptors[:2]]
-                if (child := self._fork(request, descriptors)) is not None:
-                    return child
+            elif (child := self._fork(request, descriptors)) is not None:
+                return child
             for each in descriptors:
                 os.close(each)
 
@@ -180,8 +171,6 @@ def main() -> None:
             channel.send(json.dumps(message).encode())
         if application is None:
             return
-        # From here on the end of the channel tells of the launcher's, and leaves time to clear up behind it.
-        die_with_parent(0)
         child = Template(channel, options.launcher).answer()
     if isinstance(child, Check) and application is not None:
         _write(child.outcome, json.dumps(check(application, child.arguments)).encode())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from weightkeeper.launcher import processes
+from weightkeeper.launcher import processes, stamp
 from weightkeeper.launcher.processes import Process
 from weightkeeper.launcher.reaping import Exit, Reaper
 
@@ -21,14 +21,9 @@ LOOK_SECONDS = 0.5
 ESTABLISHED_SECONDS = 1.0
 """A fork of the server that was seen for so long is one of its parts, and no helper on its way to another program."""
 
-TRACKER_SECONDS = 3.0
-"""For Python's resource trackers, which remove the shared memory that the dead left; they end by themselves."""
-
 SAY_SECONDS = 10.0
 END_SECONDS = 60.0
 """After which what cannot be killed is left behind; a process in the GPU driver can take long."""
-
-_TRACKER = b"multiprocessing.resource_tracker"
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +39,16 @@ class _Member:
 class Tree:
     """The processes of the server `pid`, also those that outlive it.
 
-    A process belongs to it that was seen below it, or below one that was, or that has its session.
+    A process belongs to it that has its number, or was seen below it, or below one that was, or that has its session.
+
+    Args:
+        number: that the server has given to all that it started, see `stamp`.
     """
 
-    def __init__(self, pid: int, reaper: Reaper):
+    def __init__(self, pid: int, number: int, reaper: Reaper):
         self._server = pid
+        self._number = number
+        self._others: set[tuple[int, int]] = set()
         self._stack = 0
         self._reaper = reaper
         self._members: dict[tuple[int, int], _Member] = {}
@@ -73,6 +73,7 @@ class Tree:
         """Find new members; those that live. Where there is no room to look, those that are known."""
         try:
             table = processes.table()
+            stamped = self._stamped(table)
         except OSError as error:
             if not self._is_blind:
                 logger.error("the server's processes cannot be seen: %s", error.strerror)
@@ -81,7 +82,7 @@ class Tree:
         self._is_blind = False
         known = {key[0] for key in self._members if key[0] in table and table[key[0]].key == key}
         session = {each.pid for each in table.values() if each.session == self._server}
-        found = processes.with_descendants(known | session | {self._server}, table)
+        found = processes.with_descendants(known | session | stamped | {self._server}, table)
         for each in found:
             member = self._members.get(each.key) or self._admit(each)
             if member is not None:
@@ -91,7 +92,7 @@ class Tree:
     async def death(self) -> tuple[Process, Exit | None]:
         """Wait for the end of a process without which the server cannot work.
 
-        How it ended is seen only as long as its parent has not reaped it; None after that.
+        How it ended is seen only as long as no parent but the launcher has reaped it; None after that.
         """
         while True:
             with anyio.move_on_after(LOOK_SECONDS):
@@ -102,7 +103,8 @@ class Tree:
                 with contextlib.suppress(OSError):
                     after = processes.process(member.process.pid)
                 self._forget(number)
-                how = None if after is None or after.key != member.process.key else Exit.of(after.code)
+                is_there = after is not None and after.key == member.process.key
+                how = Exit.of(after.code) if is_there else self._reaper.ended(member.process.pid, member.seen_at)
                 if self._is_loss(member, how):
                     return member.process, how
             self.look()
@@ -110,12 +112,16 @@ class Tree:
     async def end(self) -> None:
         """Kill what lives and wait until nothing does. What cannot be killed in time is named in the log."""
         began = said = time.monotonic()
-        while (members := self.look()) or self._is_blind:
-            now = time.monotonic()
+        quiet = 0
+        while quiet < 2:  # twice, since one may be forked while the table is being read
+            members = self.look()
+            if not members and not self._is_blind:
+                quiet += 1
+                continue
+            quiet, now = 0, time.monotonic()
             for each in members:
-                if now - began > TRACKER_SECONDS or _TRACKER not in processes.command_line(each.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(each.pid, signal.SIGKILL)
+                if now - began > processes.TRACKER_SECONDS or not processes.is_tracker(each.pid):
+                    _kill(each.pid)
             names = ", ".join(f"{each} in state {each.state}" for each in members)
             if now - began > END_SECONDS:
                 logger.error("left behind after %.0f s: %s; it may hold memory that is missing now", END_SECONDS, names)
@@ -129,11 +135,22 @@ class Tree:
     def close(self) -> None:
         """Let go of it. Where `end` was not reached, by a fault of ours, what lives is killed and not waited for."""
         for each in self.look():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each.pid, signal.SIGKILL)
+            _kill(each.pid)
         for number in list(self._by_pidfd):
             self._forget(number)
         self._ends.close()
+
+    def _stamped(self, table: dict[int, Process]) -> set[int]:
+        """Those with our number. Each process is asked once: it has its number from the first moment, or never."""
+        keys = {each.key for each in table.values()}
+        self._others &= keys
+        found = set()
+        for key in keys - self._others - self._members.keys():
+            if stamp.of(key[0]) == self._number:
+                found.add(key[0])
+            else:
+                self._others.add(key)
+        return found
 
     def _known(self) -> list[Process]:
         ended = {number for number, _ in self._ends.poll(0)}
@@ -170,3 +187,8 @@ class Tree:
         self._members.pop(member.process.key, None)
         self._ends.unregister(pidfd)
         os.close(pidfd)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it is another user's by now; it will be named
+        os.kill(pid, signal.SIGKILL)

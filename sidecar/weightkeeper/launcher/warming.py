@@ -57,7 +57,8 @@ def unfit() -> str | None:
 
 def _others() -> list[str]:
     """The threads besides the first that no fork may lose."""
-    python = [f"{thread.name} of Python" for thread in threading.enumerate() if thread.native_id != os.getpid()]
+    # not by native_id, which before Python 3.12 is still the parent's in a forked process
+    python = [f"{each.name} of Python" for each in threading.enumerate() if each is not threading.main_thread()]
     allowed = {name.strip() for name in os.environ.get(ALLOWED_THREADS, "").split(",")}
     native = native_threads()
     return python + [str(one) for one in native if not _is_allowed(one, allowed)]
