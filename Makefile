@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-VERBS := up down status restart-engine release load doctor test test-gpu bench-map bench-restart recovery clean images model venv lock
+VERBS := up down status restart-engine release load doctor test test-gpu bench-map bench-edit recovery clean images model venv lock
 .PHONY: help $(VERBS)
 
 help:  ## this list
@@ -15,8 +15,8 @@ doctor:  ## what a container here can do with shared memory, and why not
 test:  ## everything that can run on this machine
 test-gpu:  ## the tests on a GPU, with the vLLM for CUDA that is there; ARGS='-k tokens'
 bench-map:  ## milliseconds to map weights, by their size; ARGS=--cuda on a GPU
-bench-restart:  ## kill or reload an engine → its first right completion; ARGS='--rows disk,mapped,reload,crash --starts 3'
-recovery:  ## lose the engine in every way while an agent works, and check its job; ARGS='--scenarios reload -n 3'
+bench-edit:  ## save a file → the supervisor's decision → the new server healthy; ARGS='-n 20'
+recovery:  ## lose the engine in every way while an agent works, and check its job; restarts alone: ARGS=--no-agent
 clean:  ## remove containers, volumes, images, .work and .venv
 images:  ## build the images
 model:  ## write the default model to .work/models

@@ -1,6 +1,8 @@
-"""What the tests of the recovery benchmark share: the stand-in server as a process, and agents that can be killed."""
+"""What the tests of the recovery benchmark share: it and the stand-in server as processes, and agents to be killed."""
 
+import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -8,14 +10,15 @@ import sys
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from keepers import LOADER, wait_for
 
-from weightkeeper.recovery import agent, wrong_agent
+from weightkeeper.recovery import agent, result, wrong_agent
 
 STANDIN = Path(__file__).with_name("standin_model.py")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -106,6 +109,69 @@ class ForkedAgent:
                 os.kill(self.pid, signal.SIGKILL)
                 raise AssertionError(f"the agent is not done after {seconds:g} s")
             time.sleep(0.005)
+
+
+class Benchmark:
+    """`weightkeeper recovery run` in a directory of its own, with a temporary directory of its own.
+
+    Args:
+        options: of the command.
+        paths: where its Python and that of all it starts looks for modules first.
+        standin: of the stand-in server.
+    """
+
+    def __init__(self, directory: Path, model: Path, *options: str, paths: Sequence[Path] = (), **standin: Any):
+        self.file = directory / "run.json"
+        self.out = directory / "out"
+        self.temporary = short_directory()
+        standin = {"token": 0.002, "start": 0.1} | standin
+        command = [sys.executable, "-m", "weightkeeper.cli", "recovery", "run", "--model", str(model)]
+        command += ["--server", f"{sys.executable} {STANDIN}", "--application", "standin_model"]
+        command += ["--option", f"standin={json.dumps(standin)}", "--tokens", "8", "--steps", "6"]
+        command += ["--out", str(self.out)]
+        environment = ENVIRONMENT | {"WEIGHTKEEPER_LOADER": LOADER, "TMPDIR": str(self.temporary)}
+        environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), environment["PYTHONPATH"], str(STANDIN.parent)])
+        self.process = subprocess.Popen(
+            [*command, "--json", str(self.file), *options], env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def end(self) -> tuple[int, str, str]:
+        """Its exit code, and what it printed."""
+        try:
+            out, log = self.process.communicate(timeout=200)
+        finally:
+            self.process.kill()
+        return self.process.returncode, out, log
+
+    def run(self) -> result.Run:
+        return result.read(self.file)
+
+    def left(self) -> list[str]:
+        """Processes that it has started and that live."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                environment = Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:
+                continue
+            if f"TMPDIR={self.temporary}".encode() in environment:
+                found.append(Path(f"/proc/{name}/cmdline").read_text().replace("\0", " "))
+        return found
+
+    def assert_nothing_is_left(self) -> None:
+        wait_for(lambda: not self.left(), "the end of every process", 10)
+        assert list(self.temporary.iterdir()) == []
+        self.temporary.rmdir()
+
+
+def short_directory() -> Path:
+    """For the sockets in it; it is left for a process that outlives its test."""
+    while True:
+        directory = Path("/tmp", secrets.token_hex(2))
+        with suppress(FileExistsError):
+            directory.mkdir()
+            return directory
 
 
 def free_port() -> int:

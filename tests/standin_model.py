@@ -14,10 +14,12 @@ Its config file is YAML, of which it takes `standin` besides vLLM's own options:
                          abort, short, cut, hang, die, 500, 404, torn, other (answer); an empty line for a whole answer
     asked: FILE          one line is appended for each request for completions: its question, as JSON
 
-It starts a second process, named as vLLM's engine core, and ends when that one does. It is also an application for
-the launcher, with `warm`, `check` and `serve`.
+It starts a second process, named as vLLM's engine core, and ends when that one does. At SIGTERM it takes no new
+connection, answers what it was asked, each time with `Connection: close`, and ends. It is also an application for the
+launcher, with `warm`, `check` and `serve`.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +28,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,11 @@ from weightkeeper.frames import close_all
 
 LOCK = threading.Lock()
 
+LINGER_SECONDS = 0.1
+"""For a request that is under way on a connection that was kept."""
+
+DRAIN_SECONDS = 5.0
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -46,6 +54,10 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200 if self.path in known else 404, known.get(self.path, b""))
 
     def do_POST(self) -> None:
+        with self.server.answering():
+            self.complete()
+
+    def complete(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         trouble = self.taken(request)
         if trouble == "die":
@@ -99,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self.end_headers_of_answer()
         for number, token in enumerate(ids):
             time.sleep(self.server.standin.get("token", 0))
             is_last = number == len(ids) - 1 and trouble not in ("cut", "torn")
@@ -125,8 +137,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self.end_headers_of_answer()
         self.wfile.write(body)
+
+    def end_headers_of_answer(self) -> None:
+        if self.server.is_leaving:
+            self.send_header("Connection", "close")
+        self.end_headers()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -147,6 +164,31 @@ def text_of(ids: list[int]) -> str:
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
+    is_leaving = False
+    _asked = 0
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        with LOCK:
+            self._asked += 1
+        try:
+            yield
+        finally:
+            with LOCK:
+                self._asked -= 1
+
+    def leave(self, *_: object) -> None:
+        """At SIGTERM."""
+        self.is_leaving = True
+        threading.Thread(target=self._drain).start()
+
+    def _drain(self) -> None:
+        self.shutdown()
+        time.sleep(LINGER_SECONDS)
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._asked and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os._exit(0)
 
     def handle_error(self, request: socket.socket, client_address: Any) -> None:
         pass  # a client that has gone
@@ -178,7 +220,9 @@ def run(config: dict[str, Any], listener: socket.socket | None, address: tuple[s
         server.socket.close()
         server.socket = listener
     server.standin = standin
+    signal.signal(signal.SIGTERM, server.leave)
     server.serve_forever(poll_interval=0.02)
+    threading.Event().wait()  # the thread that drains ends the process
 
 
 def tell(config: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ from recovery_runs import ENVIRONMENT, ForkedAgent, Standin, standin
 
 from weightkeeper.errors import AnswerCutError, ConfigError, LedgerError, NoAnswerError
 from weightkeeper.recovery import agent
-from weightkeeper.recovery.asking import Answer, Client, checked
+from weightkeeper.recovery.answers import Answer, checked
+from weightkeeper.recovery.asking import Client
 from weightkeeper.recovery.check import Verdict, check, pauses_of
 from weightkeeper.recovery.ledger import Ledger
 from weightkeeper.recovery.state import Event, Job, State, alone

@@ -14,6 +14,7 @@ from recovery_runs import ENVIRONMENT
 from weightkeeper.recovery import plots, report, result
 from weightkeeper.recovery.check import Pause, Verdict
 from weightkeeper.recovery.result import FORMAT, Level, Memory, Moment, Run, Sample, Scenario, Skipped
+from weightkeeper.recovery.subject import Gpu, Machine, Subject
 from weightkeeper.recovery.summary import Result, join
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -52,11 +53,11 @@ def run() -> Run:
         Scenario(name, title, "described", True, held if name == "mapped" else None, load if name != "reload" else None)
         for name, (_, title) in WAYS.items()
     )
-    gpu = result.Gpu("a GPU", "GPU-1", 1 << 37)
-    machine = result.Machine(
+    gpu = Gpu("a GPU", "GPU-1", 1 << 37)
+    machine = Machine(
         "a processor", 16, 1 << 37, "6.1", "3.12", {"vllm": "0.30"}, (gpu,), "570", 1_200_000_000.0, 9_000_000_000.0
     )
-    subject = result.Subject("a-model", 14_400_000_000, {"max-model-len": 2048}, 12, 32)
+    subject = Subject("a-model", 14_400_000_000, {"max-model-len": 2048}, 12, 32)
     skipped = Skipped("ipc_cache", "vLLM's ipc_cache", "needs <0.30>")
     return Run(
         FORMAT, "part1", ("weightkeeper", "recovery", "run"), "2030-01-02T03:04:05Z", 600.0, "whole", 4, 0, "disk",

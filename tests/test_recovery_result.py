@@ -9,10 +9,11 @@ from click.testing import CliRunner
 
 from weightkeeper.cli import program
 from weightkeeper.errors import ConfigError
-from weightkeeper.recovery import comparing, result, table
+from weightkeeper.recovery import comparing, result, rows, table
 from weightkeeper.recovery.check import Pause, Verdict
 from weightkeeper.recovery.levels import Levels, thinned
-from weightkeeper.recovery.result import FORMAT, Machine, Run, Sample, Scenario, Skipped, Subject
+from weightkeeper.recovery.result import FORMAT, Run, Sample, Scenario, Skipped
+from weightkeeper.recovery.subject import Machine, Subject
 from weightkeeper.recovery.summary import MEASURES, Summary, join, ratio, summary
 
 RIGHT = MEASURES["first right completion"]
@@ -136,11 +137,70 @@ def test_the_table_tells_everything():
                        skipped=(Skipped("copy", "copy", "no GPU"),),
                        control=result.Control(False, verdict()))])  # fmt: skip
     text = "\n".join(table.lines(joined))
-    assert "| mapped   | 1 of 1 | 0.10 / 0.10 / 0.10 | 9.90 / 9.90 / 9.90" in text
-    assert "3.00× / 3.00× / 3.00×" in text
+    assert rows_of(text, "mapped")[0] == [
+        "mapped", "1 of 1", "10.00 / 10.00 / 10.00", "9.90", "10.00", "10.50 / 10.50 / 10.50", "3.00× / 3.00× / 3.00×",
+    ]  # fmt: skip
     assert "- copy: no GPU" in text
     assert "The deliberately wrong agent was NOT CAUGHT" in text
     assert joined.is_passed is False
+
+
+def rows_of(text: str, name: str) -> list[list[str]]:
+    """Cells of the rows that begin with a name, of all tables."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if row[0] == name]
+
+
+def test_ratios_are_to_vllms_own_cache_as_well():
+    """Where it ran, pair by pair within a round."""
+    taken = (("disk", 1, 30.0), ("ipc_cache", 1, 20.0), ("reload", 1, 2.0), ("ipc_cache", 2, 30.0), ("reload", 2, 2.0))
+    text = "\n".join(table.lines(join([run("1", *(sample(*each) for each in taken))])))
+    assert rows_of(text, "scenario")[0][-2:] == ["times faster than disk", "times faster than ipc_cache"]
+    assert rows_of(text, "reload")[0][-2:] == ["15.00× / 15.00× / 15.00×", "10.00× / 12.50× / 15.00×"]
+    assert rows_of(text, "disk")[0][-1] == "0.67× / 0.67× / 0.67×"
+
+
+def test_what_did_not_come_out_right_is_counted_and_named():
+    """By scenario, with the first message; none of it is in a median."""
+    samples = [sample("disk", 1, 30.0), sample("mapped", 1, 9.0), sample("mapped", 2, 1.0, "wrong")]
+    samples += [Sample("mapped", number, 9, "failed", f"message {number}\nlog") for number in (3, 4)]
+    text = "\n".join(table.lines(join([run("1", *samples)])))
+    assert "Not right:\n- mapped: 1 wrong, 2 failed; round 3: message 3\n" in text + "\n"
+    assert rows_of(text, "mapped")[0][1:3] == ["1 of 4", "9.00 / 9.00 / 9.00"]
+
+
+def test_what_holders_cost_is_told():
+    """Beyond the weights as well, where only one of them tells these."""
+    mib = 1 << 20
+    ours = result.Held("weightkeeper", 9.0, 1, 35_000_000, (), 13_752 * mib, 13_752 * mib, 15_575 * mib)
+    theirs = result.Held("vLLM's daemon", 12.0, 1, 2_265 * mib, ("libcuda", "libtorch"), None, 14_388 * mib)
+    scenarios = [Scenario(held.name, "t", "d", held=held) for held in (ours, theirs)]
+    text = "\n".join(table.lines(join([run("1", sample("disk", 1, 30.0), scenarios=tuple(scenarios))])))
+    assert rows_of(text, "weightkeeper")[-1][1:6] == [
+        "9.0 s",
+        "13,752.0 MiB",
+        "13,752.0 MiB",
+        "+0.00 %",
+        "15,575.0 MiB",
+    ]
+    assert rows_of(text, "vLLM's daemon")[-1][2:6] == ["–", "14,388.0 MiB", "+4.62 %", "–"]
+
+
+def test_phases_of_all_scenarios_are_in_the_order_of_a_start():
+    """Those that one scenario alone has stand between what is before and behind them."""
+    disk = {"old engine gone": 1.0, "server imported": 2.0, "weights there": 3.0, "answered": 4.0}
+    reload = {"old engine gone": 1.0, "fork": 0.1, "map": 0.2, "answered": 0.3}
+    assert rows.in_order([disk, reload]) == [
+        "old engine gone", "fork", "map", "server imported", "weights there", "answered",
+    ]  # fmt: skip
+
+
+def test_parts_with_and_without_an_agent_are_no_one_result():
+    """Nor are those with other savings."""
+    for more in ({"has_agent": False}, {"savings": "kv-size"}):
+        other = run("2", subject=Subject("tiny", 1000, {"max-model-len": 64}, 3, 8, **more))
+        with pytest.raises(ConfigError, match=f"subject {next(iter(more)).replace('_', ' ')} is "):
+            join([run("1"), other])
 
 
 def test_two_results_are_compared():
@@ -150,9 +210,9 @@ def test_two_results_are_compared():
     lines = list(comparing.lines(one, other))
     assert "- processor: a processor / another processor" in lines
     assert not any("max-model-len" in line for line in lines)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
-    assert rows[1] == ["disk", "29.90 / 14.90 / 0.50", "30.00 / 15.00 / 0.50", "30.50 / 15.50 / 0.51"]
-    assert rows[2][2] == "10.00 / – / –"
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    assert cells[1] == ["disk", "29.90 / 14.90 / 0.50", "30.00 / 15.00 / 0.50", "30.50 / 15.50 / 0.51"]
+    assert cells[2][2] == "10.00 / – / –"
 
 
 def test_levels_are_thinned_out_and_keep_their_peak():

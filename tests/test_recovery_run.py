@@ -2,93 +2,22 @@
 
 import contextlib
 import json
-import os
-import secrets
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
-from keepers import LOADER, wait_for
+from keepers import wait_for
 from models import write
-from recovery_runs import ENVIRONMENT, STANDIN
+from recovery_runs import Benchmark
 
-from weightkeeper.recovery import engine, page_cache, processes, result, runner
+from weightkeeper.recovery import engine, page_cache, plan, processes, result, runner
 from weightkeeper.recovery.bench import Bench, Settings
 from weightkeeper.recovery.launched import shortened
 from weightkeeper.recovery.scenarios import ALL
 
-HERE = Path(__file__).parent
-
 ROUNDED = 1e-4
 """Seconds; what rounding may add to each value of a sample."""
-
-
-class Benchmark:
-    """`weightkeeper recovery run` in a directory of its own, with a temporary directory of its own."""
-
-    def __init__(self, directory: Path, model: Path, *options: str, **standin: Any):
-        self.file = directory / "run.json"
-        self.temporary = short_directory()
-        standin = {"token": 0.002, "start": 0.1} | standin
-        command = [sys.executable, "-m", "weightkeeper.cli", "recovery", "run", "--model", str(model)]
-        command += ["--server", f"{sys.executable} {STANDIN}", "--application", "standin_model"]
-        command += [
-            "--option",
-            f"standin={json.dumps(standin)}",
-            "--tokens",
-            "8",
-            "--steps",
-            "6",
-            "--out",
-            str(directory / "out"),
-        ]
-        environment = ENVIRONMENT | {"WEIGHTKEEPER_LOADER": LOADER, "TMPDIR": str(self.temporary)}
-        environment["PYTHONPATH"] += os.pathsep + str(HERE)
-        self.process = subprocess.Popen(
-            [*command, "--json", str(self.file), *options], env=environment, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-
-    def end(self) -> tuple[int, str, str]:
-        """Its exit code, and what it printed."""
-        try:
-            out, log = self.process.communicate(timeout=200)
-        finally:
-            self.process.kill()
-        return self.process.returncode, out, log
-
-    def run(self) -> result.Run:
-        return result.read(self.file)
-
-    def left(self) -> list[str]:
-        """Processes that it has started and that live."""
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environment = Path(f"/proc/{name}/environ").read_bytes()
-            except OSError:
-                continue
-            if f"TMPDIR={self.temporary}".encode() in environment:
-                found.append(Path(f"/proc/{name}/cmdline").read_text().replace("\0", " "))
-        return found
-
-    def assert_nothing_is_left(self) -> None:
-        wait_for(lambda: not self.left(), "the end of every process", 10)
-        assert list(self.temporary.iterdir()) == []
-        self.temporary.rmdir()
-
-
-def short_directory() -> Path:
-    """For the sockets in it; it is left for a process that outlives its test."""
-    while True:
-        directory = Path("/tmp", secrets.token_hex(2))
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
-            return directory
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +53,7 @@ def test_every_field_is_filled(whole):
     """Of the samples that start an engine, nothing is null or empty but a message, and errors where there were none."""
     benchmark, *_ = whole
     run = json.loads(benchmark.file.read_text())
-    assert [name for name, value in run.items() if value in (None, "", [], {})] == ["message"]
+    assert [name for name, value in run.items() if value in (None, "", [], {})] == ["message", "expected"]
     for sample in run["samples"]:
         if sample["scenario"] in ("disk", "mapped", "engine-core", "reload", "server-crash"):
             empty = {name for name, value in sample.items() if value in (None, "", [], {})}
@@ -171,7 +100,7 @@ def test_what_phases_overlap_is_taken_from_the_longest_first(seconds, left):
 
 
 def test_the_agent_sees_the_interruption(whole):
-    """Its longest pause holds the moment of the loss where it cost something; a reload refuses no client."""
+    """Its longest pause holds the moment of the loss where it cost something; a reload costs no request at all."""
     benchmark, *_ = whole
     samples = {sample.scenario: sample for sample in benchmark.run().samples}
     for name in ("disk", "mapped", "server-crash", "agent-crash"):
@@ -180,8 +109,7 @@ def test_the_agent_sees_the_interruption(whole):
     assert samples["disk"].agent.failed > 0
     assert any("refused" in error.lower() for error in samples["disk"].agent.errors)  # it would be seen
     reload = samples["reload"].agent
-    assert reload.cut == 0 and not any("refused" in error.lower() for error in reload.errors)
-    assert reload.failed <= 1, reload.errors  # an idle connection may be closed as it is used again
+    assert (reload.cut, reload.failed) == (0, 0), reload.errors
     assert samples["sidecar-crash"].agent.failed == 0
     assert "resumed" in [moment.kind for moment in samples["agent-crash"].timeline]
 
@@ -272,14 +200,14 @@ def test_time_has_an_end(tmp_path, model, monkeypatch):
     monkeypatch.setenv(processes.MARK, "")
     said: list[str] = []
     settings = Settings(model, {}, tmp_path / "out")
-    plan = runner.Plan(5, 0, 30.0, 0.0, None, 1, tmp_path / "run.json", ("weightkeeper",))
+    planned = plan.Plan(5, 0, 30.0, 0.0, None, 1, tmp_path / "run.json", ("weightkeeper",))
     with contextlib.closing(Bench(settings)) as bench:
-        going = runner.Runner(bench, plan, ALL[:1], ALL[1:], said.append)
+        going = runner.Runner(bench, planned, ALL[:1], ALL[1:], said.append)
         rounds = going._rounds()
         assert next(rounds) == (ALL[0], 1)
         going._took["disk"] = 31.0
         assert next(rounds, None) is None
-    assert going.run.ended == result.read(plan.file).ended == "out of time"
+    assert going.run.ended == result.read(planned.file).ended == "out of time"
     assert said[-1] == "time is over before round 2, disk"
 
 
@@ -288,6 +216,8 @@ def test_time_has_an_end(tmp_path, model, monkeypatch):
     [
         (("--scenarios", "disk,other"), "--scenarios: other unknown; there are disk, disk-cold"),
         (("--option", "port=1"), "--option port=1: the benchmark sets port itself"),
+        (("--together", "--scenarios", "disk"), "--together: no sidecar or daemon holds weights for any of these"),
+        (("--together", "--project", "/nowhere"), "--together: all containers of a --project are up"),
         (("--json", "/nowhere/run.json"), "/nowhere/run.json: its directory is not there"),
         (("--model", "/nowhere"), "/nowhere"),
     ],
@@ -303,7 +233,7 @@ def test_wrong_settings_are_found_before_anything_is_started(tmp_path, model, op
 
 def test_the_order_is_shuffled_and_groups_stay_together():
     """Every scenario once in a round; those behind a launcher share the one that has its imports."""
-    orders = [[one.name for one in runner.shuffled(ALL, Random(seed))] for seed in range(20)]
+    orders = [[one.name for one in plan.shuffled(ALL, Random(seed))] for seed in range(20)]
     assert len({tuple(order) for order in orders}) == 20
     for order in orders:
         assert sorted(order) == sorted(one.name for one in ALL)

@@ -1,10 +1,13 @@
 """Scripts without Docker: env, which turns what a user gives `make up` into compose/.env, and what others say then."""
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -221,3 +224,103 @@ def test_a_docker_that_does_not_end_is_given_up(project: Path, tmp_path: Path):
         env={"PATH": path, "WEIGHTKEEPER_COMPOSE_DIR": str(project), "PYTHONPATH": str(ROOT / "scripts")},
     )  # fmt: skip
     assert refused.stderr.endswith("running.NotRunningError: `docker compose ps` did not end in 0.1 s\n")
+
+
+STARTED = "2026-01-01T00:00:00.123456789Z"
+
+
+def described(service: str, **state: object) -> str:
+    """What `docker inspect` prints of a container, as far as it is read."""
+    there = {"Status": "running", "Running": True, "StartedAt": STARTED, "FinishedAt": STARTED, **state}
+    labels = {"com.docker.compose.project": "mine"}
+    return json.dumps([{"Id": service * 12, "RestartCount": 0, "State": there, "Config": {"Labels": labels}}])
+
+
+def running_project(tmp_path: Path, supervisor: str, plan: str = "[]", history: str = "") -> str:
+    """A PATH with a docker that has an engine and a supervisor; `supervisor` is its description, "" for none."""
+    answers = {
+        "compose ps -aq engine": "e",
+        "inspect e": described("e"),
+        "compose ps -aq supervisor": "s" if supervisor else "",
+        "inspect s": supervisor,
+        "compose exec -T supervisor weightkeeper plan --json": plan,
+        "compose exec -T supervisor weightkeeper history --json -n 1": history,
+    }
+    lines = [f'[ "$*" != {shlex.quote(asked)} ] || {{ echo {shlex.quote(text)}; exit 0; }}'
+             for asked, text in answers.items()]  # fmt: skip
+    wanted = "--filter label=com.docker.compose.project=mine --filter label=weightkeeper.supervise=true"
+    lines.append(f'case "$*" in "ps --all {wanted} --format "*) echo engine; echo b; echo engine; exit 0 ;; esac')
+    return docker_that(tmp_path, *lines, "echo 'not there' >&2; exit 1")
+
+
+def status(project: Path, path: str, *options: str) -> str:
+    done = script("status", project, *options, path=path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PLANNED = {"service": "engine", "load": "", "tried": False, "changes": []}
+
+
+@pytest.mark.parametrize(
+    ("plan", "row"),
+    [
+        ({"action": "reload", "cause": "a 1 → 2", "load": "sidecar"}, "pending      load, then reload engine: a 1 → 2"),
+        ({"action": "refuse", "cause": "port: no"}, "refused      engine: port: no"),
+        ({"action": "keep", "cause": "empty"}, "kept         engine: empty"),
+        ({"action": "reload", "cause": "a 1 → 3", "tried": True}, "in vain      reload engine: a 1 → 3"),
+    ],
+)
+def test_status_tells_what_the_supervisor_has_not_applied(project: Path, tmp_path: Path, plan: dict, row: str):
+    """What is pending, refused, kept or was tried in vain, with the cause."""
+    path = running_project(tmp_path, described("s", Health={"Status": "healthy"}), json.dumps([PLANNED | plan]))
+    lines = status(project, path).splitlines()
+    assert lines[-3].startswith("supervisor   healthy for ") and lines[-3].endswith(" d, supervises b engine")
+    assert lines[-2:] == [row, "last action  none yet"]
+
+
+def test_status_tells_the_last_action_with_its_cause_and_how_long_ago(project: Path, tmp_path: Path):
+    """And that there is nothing else to tell; as JSON it has the plan and the whole record."""
+    moment = (datetime.now(timezone.utc) - timedelta(minutes=5)).isoformat(timespec="milliseconds")
+    record = {
+        "time": moment.replace("+00:00", "Z"), "service": "engine", "action": "reload", "cause": "engine.yaml a 1 → 2",
+        "result": "healthy", "seconds": 2.25, "detail": "",
+    }  # fmt: skip
+    path = running_project(tmp_path, described("s"), history=json.dumps(record))
+    *_, supervisor, last = status(project, path).splitlines()
+    assert supervisor.startswith("supervisor   running for ")
+    assert supervisor.endswith(", supervises b engine; nothing is pending, refused or tried in vain")
+    assert last == "last action  reload engine: engine.yaml a 1 → 2 — healthy after 2.2 s, 5 min ago"
+    told = json.loads(status(project, path, "--json"))
+    assert told["supervisor"] == {
+        "state": "running", "started_at": STARTED, "supervises": ["b", "engine"], "plan": [],
+    }  # fmt: skip
+    assert told["last_restart"] == record
+
+
+@pytest.mark.parametrize(
+    ("container", "row"),
+    [
+        ("", "supervisor   absent, edits of the files are not applied; start it with `make up`, or "),
+        (described("s", Status="exited", Running=False), "supervisor   exited since "),
+    ],
+    ids=["absent", "stopped"],
+)
+def test_status_says_that_no_supervisor_runs_and_how_to_start_one(
+    project: Path, tmp_path: Path, container: str, row: str
+):
+    """In words; the rest of the status is there."""
+    path = running_project(tmp_path, container)
+    lines = status(project, path).splitlines()
+    assert lines[-2].startswith(row) and lines[-2].endswith("with `docker compose up -d supervisor` in compose/")
+    assert lines[0] == "not there" and lines[1].startswith("container    state running, id eeee")
+    told = json.loads(status(project, path, "--json"))
+    assert told["supervisor"]["unknown"].startswith("it does not run; start it with `make up`")
+
+
+def test_status_of_a_supervisor_that_cannot_plan_has_its_words(project: Path, tmp_path: Path):
+    """A compose file that cannot be read, say."""
+    path = running_project(tmp_path, described("s"), plan="")
+    *_, supervisor, pending, _ = status(project, path).splitlines()
+    assert supervisor.endswith(", supervises b engine")
+    assert pending.startswith("pending      not known: supervisor: `weightkeeper plan --json` printed no JSON")

@@ -1,8 +1,8 @@
 """vLLM's server as the launcher's application: import it, check its arguments, run it on a given socket.
 
-vLLM's names on the server's side, for 0.30 to 0.33, are here and in the modules beside it (`vllm_forks`,
-`vllm_imports`, `vllm_tokenizer`); those of its workers are in `vllm_api`. Nothing of the server is made anew: arguments
-go through vLLM's parser and then to what `vllm serve` itself would call.
+vLLM's names on the server's side, for 0.30 to 0.33, are here and in the modules beside it (`vllm_draining`,
+`vllm_forks`, `vllm_imports`, `vllm_tokenizer`); those of its workers are in `vllm_api`. Nothing of the server is made
+anew: arguments go through vLLM's parser and then to what `vllm serve` itself would call.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pydantic
 
-from weightkeeper import engine_config, vllm_forks, vllm_imports, vllm_tokenizer
+from weightkeeper import engine_config, vllm_draining, vllm_forks, vllm_imports, vllm_tokenizer
 from weightkeeper.errors import ConfigError
 
 READ_BY_THE_LAUNCHER = (
@@ -94,6 +94,7 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
     launcher.create_server_socket = launcher.create_server_unix_socket = lambda *_, **__: listener
     # at its end vLLM looks for who else has the port and finds the launcher, which is right to have it
     launcher.find_process_using_port = lambda port: None
+    vllm_draining.install()
     if _set_by_imports is not None:
         vllm_forks.settle_in(_set_by_imports, listener)
     cli_env_setup()

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpu_machine
-import machine
 import pytest
+
+from weightkeeper.recovery import machine
+from weightkeeper.recovery.gpu import Gpu
 
 told: list[str] = []
 
@@ -40,7 +42,7 @@ def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session")
-def gpu() -> "machine.Gpu":
+def gpu() -> Gpu:
     """The GPU, through NVML; a test that asks for it is left out in a rehearsal."""
     if gpu_machine.GPU is None:
         pytest.skip("a rehearsal on the CPU: this needs the GPU itself")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import engines
-import weight_holders
 from gpu_machine import GPU, REHEARSING, TESTS
 
 from weightkeeper import client
+from weightkeeper.launcher import processes
 
 GIGABYTES = os.environ.get("WEIGHTKEEPER_TEST_GIGABYTES", "0.1" if REHEARSING else "1.5")
 """Size of the models; one that scripts/make_model.py knows."""
@@ -27,6 +27,11 @@ CACHE_BYTES = 64 << 20 if REHEARSING else 256 << 20
 OWN_NAMESPACES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--net", "--uts", "--mount")
 IN_CONTAINER = (*OWN_NAMESPACES, sys.executable, str(Path(__file__).with_name("loopback.py")))
 """A program behind it is process 1 of its own namespaces, with a loopback interface, as in a container."""
+
+
+def children(pid: int) -> list[int]:
+    """Processes that one has started and that have not ended."""
+    return [child for child, each in processes.table().items() if each.parent == pid and each.is_alive]
 
 
 class Keeper(engines.Keeper):
@@ -60,7 +65,7 @@ class Keeper(engines.Keeper):
     @property
     def pid(self) -> int:
         """Of the keeper itself, as seen from here."""
-        return weight_holders.children(self.process.pid)[0] if self._prefix else self.process.pid
+        return children(self.process.pid)[0] if self._prefix else self.process.pid
 
     @property
     def device(self) -> str:

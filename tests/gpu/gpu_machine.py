@@ -8,10 +8,12 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "scripts")]
 
-import machine  # noqa: E402
+from weightkeeper.recovery import gpu  # noqa: E402
 
 REHEARSING = os.environ.get("WEIGHTKEEPER_REHEARSE") == "1"
-GPU = None if REHEARSING else machine.Gpu.only()
+GPUS = [] if REHEARSING else gpu.Gpu.visible()
+GPU = next(iter(GPUS), None)
+"""The one that a program here computes on, unless it takes several."""
 
 
 def _why_not() -> str:
@@ -31,3 +33,8 @@ WHY_NOT = _why_not()
 
 if not WHY_NOT and not REHEARSING:
     os.environ["WEIGHTKEEPER_TEST_DEVICE"] = "cuda"  # read by the engines of the CPU's tests, which these build upon
+
+
+def wait_until_free(level: int, seconds: float = 60.0) -> int:
+    """Wait until at most `level` bytes (and some slack) are in use on the GPU; the bytes then, or when time is over."""
+    return gpu.wait_until_free([GPU], level, seconds)

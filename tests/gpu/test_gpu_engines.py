@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import gpu_engines
 import pytest
-import weight_holders
-from gpu_engines import FORK, GIGABYTES, IN_CONTAINER, Keeper, Models, mapped, on, run, start, used
-from gpu_machine import GPU, REHEARSING, WHY_NOT
+from gpu_engines import FORK, GIGABYTES, IN_CONTAINER, Keeper, Models, children, mapped, on, run, start, used
+from gpu_machine import GPU, REHEARSING, WHY_NOT, wait_until_free
 from keepers import descriptors_of, settled_descriptors, wait_for
 
 from weightkeeper.errors import WeightkeeperError
+from weightkeeper.recovery.holders import Daemon
+from weightkeeper.recovery.levels import Levels
+from weightkeeper.recovery.processes import cuda_libraries, resident_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 
@@ -65,16 +68,19 @@ class Loaded:
 
     def __init__(self, model: Path):
         self.before = used()
-        watch = weight_holders.PeakMemory(GPU) if GPU else None
+        watch = Levels(GPU.used_bytes, 0.005) if GPU else None
         self.keeper = Keeper(model)
         try:
             self.held = self.keeper.wait("ready").held
-            wait_for(lambda: not weight_holders.children(self.keeper.pid), "the loader's end", 60)
+            wait_for(lambda: not children(self.keeper.pid), "the loader's end", 60)
         except BaseException:
             self.keeper.close()
             raise
         finally:
-            self.peak = watch.end() if watch else 0
+            self.peak = 0
+            if watch:
+                watch.end()
+                self.peak = watch.peak
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +134,7 @@ class Fleet:
         for keeper in self._keepers.values():
             if isinstance(keeper, Keeper):
                 keeper.settle()
-                wait_for(lambda keeper=keeper: not weight_holders.children(keeper.pid), "the loader's end", 60)
+                wait_for(lambda keeper=keeper: not children(keeper.pid), "the loader's end", 60)
             else:
                 keeper.wait(240)
 
@@ -142,6 +148,7 @@ class Fleet:
 def fleet(models, held, tmp_path_factory) -> Iterator[Fleet]:
     """Keepers for single tests. They start after `held`, whose load is measured alone, and beside the next tests."""
     found = Fleet()
+    short = Path(tempfile.mkdtemp(prefix="wk"))  # the path of a socket has at most 107 bytes
     try:
         found.add("copy", Keeper(models["base"]))
         shutil.copytree(models["base"], models["tuned"])
@@ -152,13 +159,14 @@ def fleet(models, held, tmp_path_factory) -> Iterator[Fleet]:
         if not REHEARSING:
             found.add("expandable", Keeper(models["base"], environment=EXPANDABLE))
             found.add("fp8", Keeper(models["fp8"]))
-            log = tmp_path_factory.mktemp("daemon") / "log"
+            directory = tmp_path_factory.mktemp("daemon")
             options = {"model": str(models["tuned"]), "dtype": "bfloat16", "max-model-len": 256, "enforce-eager": True}
             options["gpu-memory-utilization"] = gpu_engines.SHARE
-            found.add("daemon", weight_holders.Daemon(options, log.parent, log, GPU))
+            found.add("daemon", Daemon(options, directory, short / "d", [GPU]))
         yield found
     finally:
         found.close()
+        shutil.rmtree(short)
 
 
 # --- what holding costs; these come first, while nothing else is on the GPU
@@ -171,7 +179,7 @@ def context_bytes(models) -> int:
     nbytes = loaded.peak - loaded.before - loaded.held.nbytes
     loaded.keeper.close()
     if GPU:
-        GPU.wait_until_free(loaded.before)
+        wait_until_free(loaded.before)
     return nbytes
 
 
@@ -190,14 +198,14 @@ def test_the_peak_of_a_load_is_the_model_and_little_more(gpu, context_bytes, hel
 def test_a_keeper_alone_costs_its_weights(held, tell):
     """GPU memory: the weights and 0.1 %, no process on the GPU; in itself under 40 MB, without a library of CUDA."""
     pid = held.keeper.process.pid
-    resident = weight_holders.resident_bytes(pid)
+    resident = resident_bytes(pid)
     assert resident < 40e6
-    assert weight_holders.cuda_libraries(pid) == set()
+    assert cuda_libraries(pid) == set()
     tell(f"keeper {resident / 1e6:.1f} MB resident, {len(held.keeper.names())} names in its directory")
     if GPU is None:
         return
     weights = held.held.nbytes
-    taken = GPU.wait_until_free(held.before + weights) - held.before
+    taken = wait_until_free(held.before + weights) - held.before
     tell(f"{taken / MIB:.1f} MiB on the GPU for {weights / MIB:.1f} MiB of weights")
     assert taken <= weights * 1.001 + 4 * MIB
     assert pid not in GPU.processes()
@@ -305,7 +313,7 @@ class Flat:
         fleet.settle()
         self._keeper = keeper
         self._descriptors = settled_descriptors(keeper.process.pid)
-        self._own = weight_holders.resident_bytes(keeper.process.pid)
+        self._own = resident_bytes(keeper.process.pid)
         self._leases = len(keeper.status().leases)
         self._used = used()
 
@@ -313,10 +321,10 @@ class Flat:
         pid = self._keeper.process.pid
         wait_for(lambda: len(self._keeper.status().leases) == self._leases, "the leases' end")
         assert settled_descriptors(pid) == self._descriptors
-        grown = weight_holders.resident_bytes(pid) - self._own
+        grown = resident_bytes(pid) - self._own
         assert grown < 4 * MIB
         if GPU:
-            assert GPU.wait_until_free(self._used) <= self._used + SLACK_BYTES
+            assert wait_until_free(self._used) <= self._used + SLACK_BYTES
         on_gpu = (used() - self._used) / MIB
         return f"keeper {grown / 1024:+.0f} KiB, {descriptors_of(pid)} descriptors, GPU {on_gpu:+.1f} MiB"
 
@@ -380,7 +388,7 @@ def test_a_loader_killed_at_any_stage_leaves_nothing_half_published(models, flee
             assert "signal 9" in status.failure
             assert not [name for name in keeper.names() if name.startswith(("GPU-", "cpu-"))]
         if GPU:
-            left = GPU.wait_until_free(before)
+            left = wait_until_free(before)
             tell(f"{(left - before) / MIB:+.1f} MiB on the GPU after {len(STAGES)} killed loaders")
             assert left <= before + SLACK_BYTES
         descriptors = {stage: settled_descriptors(keeper.process.pid) for stage, keeper in keepers.items()}

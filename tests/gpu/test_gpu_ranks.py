@@ -6,13 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import machine
 import pytest
 from engines import Keeper as PlainKeeper
 from gpu_engines import GIGABYTES, Keeper, Models, on, start
-from gpu_machine import REHEARSING, WHY_NOT
+from gpu_machine import GPUS, REHEARSING
 
-GPUS = [] if REHEARSING or WHY_NOT else machine.Gpu.all()
+from weightkeeper.recovery.gpu import wait_until_free
+
 MIB = 1 << 20
 FORKED_WORKERS = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -46,7 +46,7 @@ class Ranks:
     ):
         self.sizes = dict(keeper.wait("ready").held.devices)
         for gpu in GPUS:
-            gpu.wait_until_free(before[gpu.uuid] + self.sizes[gpu.uuid], 20)
+            wait_until_free([gpu], before[gpu.uuid] + self.sizes[gpu.uuid], 20)
         self.grown = {gpu.uuid: gpu.used_bytes() - before[gpu.uuid] for gpu in GPUS}
         self.publishes = publishes
         asked = {"load_format": "weightkeeper", "extra": publishes.extra(publish=True)}

@@ -12,7 +12,7 @@ from typing import Any
 import engines
 import pytest
 from gpu_engines import GIGABYTES, SHARE, Models
-from gpu_machine import GPU, REHEARSING, WHY_NOT
+from gpu_machine import GPU, REHEARSING, WHY_NOT, wait_until_free
 
 from weightkeeper import savings
 
@@ -79,7 +79,7 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
     before = GPU.used_bytes()
     subprocess.run([sys.executable, script, request], env=os.environ | environment, timeout=560, check=False)
     yield Runs(directory)
-    GPU.wait_until_free(before, 30)
+    wait_until_free(before, 30)
 
 
 def test_the_first_start_measures_as_without_savings(runs, tell):

@@ -37,17 +37,23 @@ def needs(extra: str) -> Iterator[None]:
 def run(
     model: Path | None, config: Path | None, eager: bool, options: tuple[str, ...], project: Path | None,
     restart_docker: str, names: str | None, loaded: str | None, out: Path | None, file: Path | None, limit_s: float,
-    steps: int, tokens: int, server: str | None, application: str, **plan,
+    steps: int, tokens: int, server: str | None, application: str, has_agent: bool, load_s: float | None, **plan,
 ) -> None:  # fmt: skip
     """Lose the engine in every way there is, several times each, while an agent works, and keep what is seen.
+
+    With --no-agent nobody works: only how long it takes from the loss to the first right completion is measured.
 
     Without --project everything runs in processes of its own on this machine, and a running project is not touched.
     The result is a JSON file, written after each sample; `weightkeeper recovery report` makes a page of it. A long run
     can be split: give each part some of the --scenarios; the baseline is in every part.
     """
-    with needs("recovery"):
-        from weightkeeper.recovery import asking, bench, composed, composed_scenarios, runner, scenarios, summary, table  # noqa: F401
+    from weightkeeper.recovery import bench, composed, composed_scenarios, runner, scenarios, summary, table
+    from weightkeeper.recovery.plan import Plan
 
+    if has_agent:
+        given.check_agent_packages()
+    if project and plan["together"]:
+        raise ConfigError("--together: all containers of a --project are up before its engine is lost; leave it out")
     known = scenarios.ALL if project is None else composed_scenarios.ALL
     chosen, others = given.scenarios(names, known, scenarios.BASELINE)
     after = given.names_of(loaded)
@@ -62,15 +68,17 @@ def run(
     file = file or Path(f"recovery-{stamp}.json")
     settings = bench.Settings(
         path, values, (out or Path(f"recovery-{stamp}")).resolve(), limit_s, steps, tokens,
-        tuple(server.split()) if server else bench.SERVER, application,
+        tuple(server.split()) if server else bench.SERVER, application, has_agent=has_agent,
     )  # fmt: skip
+    load_s = load_s if load_s is not None else given.LOAD_SECONDS if has_agent else 0.0
     given.check_writable(file)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     opened = composed.open_bench(project, settings, restart_docker) if project else bench.Bench(settings)
     with contextlib.closing(opened) as stand, quiet_end():
         click.echo(f"recovery: result in {file}, logs in {settings.out}", err=True)
-        planned = runner.Plan(file=file, command=("weightkeeper", *sys.argv[1:]), loaded=after, **plan)
+        command = ("weightkeeper", *sys.argv[1:])
+        planned = Plan(file=file, command=command, loaded=after, load_s=load_s, **plan)
         found = runner.Runner(
             stand, planned, chosen, others, lambda text: click.echo(f"recovery: {text}", err=True)
         ).go()

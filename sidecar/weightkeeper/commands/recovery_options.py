@@ -1,5 +1,6 @@
 """Options of the recovery commands, and what they come to."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -13,6 +14,11 @@ from weightkeeper.errors import ConfigError
 
 SECONDS = click.FloatRange(min=0, min_open=True)
 PATH = click.Path(path_type=Path)
+
+LOAD_SECONDS = 60.0
+"""Of throughput, and as many for comparison, where nothing else is said and an agent works."""
+
+AGENT_PACKAGES = ("openai", "tenacity")
 
 NOT_TAKEN = ("model", "host", "port", "uds", "load-format", "model-loader-extra-config", "served-model-name")
 """Of a config file: the benchmark has its own."""
@@ -35,19 +41,26 @@ run = _together(
     click.option("--restart-docker", default="", metavar="COMMAND", help="With --project: what restarts the Docker "
                  "engine, and all containers with it, for the scenario docker-restart."),
     click.option("--eager", is_flag=True, help="enforce-eager for all engines."),
-    click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Another one of vLLM's options."),
+    click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Another one of vLLM's options. On "
+                 "a GPU, gpu-memory-utilization has to leave room for what holds weights besides."),
+    click.option("--no-agent", "has_agent", is_flag=True, flag_value=False, default=True, help="Restarts alone: no "
+                 "agent works, and nothing is said of its work. A sample ends with the first right completion."),
+    click.option("--together", is_flag=True, help="Start sidecar, vLLM's daemon and the uncounted first engine at the "
+                 "same time: saves a minute or more on a machine with cold caches, and they have to fit beside each "
+                 "other."),
     click.option("-n", "--rounds", default=5, show_default=True, type=click.IntRange(1), help="Of each scenario."),
     click.option("--scenarios", "names", metavar="A,B,…", help="Only these, and the baseline."),
     click.option("--seed", default=0, show_default=True, type=int, help="Of the order."),
     click.option("--limit", "limit_s", default=280.0, show_default=True, type=SECONDS, help="Seconds for each start."),
     click.option("--time", "seconds", default=86_400.0, show_default=True, type=SECONDS,
                  help="Seconds for everything: no sample is begun that would probably not end in time."),
-    click.option("--throughput", "load_s", default=60.0, show_default=True, type=click.FloatRange(0),
+    click.option("--throughput", "load_s", type=click.FloatRange(0), show_default="60, without an agent 0",
                  help="Seconds of load after one start of each scenario, and as many for comparison; 0 for none."),
     click.option("--throughput-of", "loaded", metavar="A,B,…", help="Only after these scenarios; else after all."),
     click.option("--clients", default=8, show_default=True, type=click.IntRange(1), help="That load at the same time."),
     click.option("--steps", default=12, show_default=True, type=click.IntRange(3), help="Of the agent's job."),
-    click.option("--tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each of its answers."),
+    click.option("--tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each of its answers; of "
+                 "the completion, without an agent."),
     click.option("--out", type=PATH, help="Directory for logs and configurations; a new one here by default."),
     click.option("--json", "file", type=PATH, help="The result; a new file here by default."),
     click.option("--server", hidden=True, help="Command in place of vLLM's program."),
@@ -108,6 +121,16 @@ def model_and_options(
         except yaml.YAMLError as error:
             raise ConfigError(f"--option {text}: the value cannot be read: {error}") from error
     return path, found
+
+
+def check_agent_packages() -> None:
+    """Find out before anything is started that the agent could not be."""
+    missing = [name for name in AGENT_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the agent needs what is not here: the Python package {' and '.join(missing)}; install "
+            "`weightkeeper[recovery]`, or give --no-agent to measure restarts alone"
+        )
 
 
 def check_writable(file: Path) -> None:

@@ -5,53 +5,20 @@ answered is not asked again, what was not is, and the ledger has each effect onc
 before the first call.
 """
 
-import hashlib
 import os
-from dataclasses import dataclass
-from pathlib import Path
 
 import tenacity
 
 from weightkeeper.errors import AnswerCutError, NoAnswerError
-from weightkeeper.recovery.asking import Answer, Client
+from weightkeeper.recovery.agent_settings import LEDGER_FILE, STATE_FILE, Settings
+from weightkeeper.recovery.answers import Answer
+from weightkeeper.recovery.asking import Client
 from weightkeeper.recovery.ledger import Ledger
+from weightkeeper.recovery.questions import effect, question
 from weightkeeper.recovery.state import State, Step, alone
-
-STATE_FILE = "agent.sqlite"
-LEDGER_FILE = "ledger.sqlite"
 
 FIRST_WAIT_SECONDS = 0.02
 """After the first failed try, at most; doubles. Short, because what is measured is the server and not the client."""
-
-QUOTED_CHARACTERS = 160
-"""Of the answer before, in the next question."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What one agent works on.
-
-    Attributes:
-        directory: of its state file and the ledger.
-        url: of the API, with `/v1`.
-        model: as the server names it.
-        job: name of the job; the same name gives the same questions.
-        steps: of the job.
-        tokens: asked for in each step.
-        timeout_s: for each read and write of a request.
-        patience_s: after which a step without an answer ends the agent; it can be started again.
-        longest_wait_s: between two tries.
-    """
-
-    directory: Path
-    url: str
-    model: str
-    job: str = "inventory"
-    steps: int = 12
-    tokens: int = 32
-    timeout_s: float = 60.0
-    patience_s: float = 600.0
-    longest_wait_s: float = 0.25
 
 
 def run(settings: Settings) -> None:
@@ -72,24 +39,6 @@ def run(settings: Settings) -> None:
             client.close()
             ledger.close()
             state.close()
-
-
-def question(job: str, number: int, answers: list[Answer]) -> str:
-    """The text of a step. A repeated, lost or other answer before it makes it another one.
-
-    It does not depend on the job's length, so that a long job begins as a short one of the same name.
-    """
-    receipt = hashlib.blake2b(digest_size=8)
-    for answer in answers:
-        receipt.update(f"{answer.text}\0{answer.token_ids}\0".encode(errors="replace"))
-    quoted = answers[-1].text[-QUOTED_CHARACTERS:] if answers else "nothing yet"
-    return f"Step {number + 1} of the {job}, receipt {receipt.hexdigest()}. Found so far: {quoted}\nNext:"
-
-
-def effect(number: int, answer: Answer) -> str:
-    """What the tool is told to do with an answer."""
-    digest = hashlib.blake2b(f"{answer.text}\0{answer.token_ids}".encode(errors="replace"), digest_size=8)
-    return f"file note {number} ({digest.hexdigest()})"
 
 
 class _Work:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weightkeeper.errors import ServerStartError
 from weightkeeper.recovery import processes
-from weightkeeper.recovery.agent import LEDGER_FILE, STATE_FILE, Settings
+from weightkeeper.recovery.agent_settings import LEDGER_FILE, STATE_FILE, Settings
 from weightkeeper.recovery.check import Verdict, check
 from weightkeeper.recovery.ledger import Effect, Ledger
 from weightkeeper.recovery.state import Job, State

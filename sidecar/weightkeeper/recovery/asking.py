@@ -1,21 +1,13 @@
-"""One request to an OpenAI-compatible server, and whether what came back is an answer.
-
-A server that is being stopped may answer with status 200 and half a text: `finish_reason` is then `abort`, or a stream
-ends without its last message, or there are fewer tokens than were asked for and no stop. None of that is a result.
-"""
+"""One request of the agent to an OpenAI-compatible server, through the library that agents use."""
 
 import logging
 import secrets
-from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import openai
 
 from weightkeeper.errors import AnswerCutError, ConfigError, NoAnswerError
-
-WHOLE = ("stop", "length")
-"""How an answer ends that was not cut short."""
+from weightkeeper.recovery.answers import Answer, checked
 
 PASSING = (408, 409, 425, 429)
 """Statuses besides 5xx that may be gone at the next try; any other 4xx will come again."""
@@ -23,18 +15,6 @@ PASSING = (408, 409, 425, 429)
 
 for _name in ("httpx", "httpx2", "openai"):  # a line for each request, on the level of decisions
     logging.getLogger(_name).setLevel(logging.WARNING)
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """A whole answer.
-
-    Attributes:
-        token_ids: of the text, where the server tells them (`return_token_ids`, vLLM does).
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
 
 
 class Client:
@@ -109,26 +89,6 @@ class Client:
         # A prefix that is in the cache is computed in other shapes, which can turn a near tie between two tokens.
         extra = {"return_token_ids": True, "cache_salt": secrets.token_hex(8)}
         return {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "extra_body": extra}
-
-
-def checked(text: str, ids: Iterable[int], reason: str | None, count: int, asked: int) -> Answer:
-    """The answer, if it is one.
-
-    Args:
-        count: tokens as the server counts them.
-        asked: tokens that were asked for at most.
-
-    Raises:
-        AnswerCutError: it is cut short.
-    """
-    ids = tuple(ids)
-    if reason not in WHOLE:
-        raise AnswerCutError(f"finish_reason is {reason}, after {count} of {asked} tokens")
-    if reason == "length" and count < asked:
-        raise AnswerCutError(f"{count} of {asked} tokens, and no stop")
-    if ids and len(ids) < count:
-        raise AnswerCutError(f"{len(ids)} token ids of {count} tokens")
-    return Answer(text, ids, reason)
 
 
 def _ids(choice: Any) -> list[int]:

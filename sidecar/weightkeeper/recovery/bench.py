@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import yaml
 
+from weightkeeper import savings
 from weightkeeper.checkpoint import open_checkpoint
-from weightkeeper.recovery import agent, gpu, holders, processes
+from weightkeeper.recovery import agent_settings, gpu, processes
 from weightkeeper.recovery.agent_process import AgentProcess
-from weightkeeper.recovery.engine import Engine
+from weightkeeper.recovery.engine import PLAIN, Engine
+from weightkeeper.recovery.holders import Daemon, Keeper
+from weightkeeper.recovery.holding import Holding
 from weightkeeper.recovery.launched import Launched
 from weightkeeper.recovery.result import Held
 
 SERVER = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 MODEL_NAME = "local"
-TAKE_NO_IPC_CACHE = {"WEIGHTKEEPER_TAKE_IPC_CACHE": ""}
-"""So that vLLM's own loader answers to `ipc_cache` even where our image lets ours do it."""
-
 AGENT_SECONDS = 300.0
 """For the agent to do its job once the engine is back, whatever the model's speed."""
 
@@ -44,6 +44,7 @@ class Settings:
         server: command in place of vLLM's own program.
         application: module in place of vLLM's server behind the launcher.
         place: where engines run, `processes` or `compose`.
+        has_agent: an agent works while an engine is lost.
     """
 
     model: Path
@@ -55,6 +56,7 @@ class Settings:
     server: tuple[str, ...] = SERVER
     application: str = ""
     place: Literal["processes", "compose"] = "processes"
+    has_agent: bool = True
 
 
 class Bench:
@@ -67,7 +69,7 @@ class Bench:
         engine_config: text of its config file.
         agent: that works at this moment.
         model_name: as the server names it.
-        held: name of a holder → what it cost when it came up first.
+        holding: what holds weights while engines come and go.
     """
 
     def __init__(self, settings: Settings):
@@ -80,10 +82,10 @@ class Bench:
         self.engine_config = ""
         self.agent: AgentProcess | None = None
         self.model_name = MODEL_NAME
-        self.held: dict[str, Held] = {}
         self._base = gpu.used_bytes(self.gpus)
-        self._holders: dict[type[holders.Holder], holders.Holder] = {}
         self._short = Path(tempfile.mkdtemp(prefix="wk"))  # the path of a socket has at most 107 bytes
+        options = settings.options | {"model": str(settings.model)}
+        self.holding = Holding(options, settings.out, self._short, self.gpus, settings.limit_s)
         self._count = 0
         self._mark = os.environ[processes.MARK] = secrets.token_hex(8)
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -94,23 +96,34 @@ class Bench:
         kernels while they compile and again at the first run, and only the first choice is kept for later starts."""
         return bool(self.gpus) and not self.settings.options.get("enforce-eager")
 
-    def keeper(self) -> holders.Keeper:
+    @property
+    def savings(self) -> str:
+        """`WEIGHTKEEPER_SAVINGS` of our own engines.
+
+        Raises:
+            ConfigError: it has a name that there is not.
+        """
+        return ",".join(savings.wanted(os.environ)) or "none"
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """Name of a holder → what it cost when it came up first."""
+        return self.holding.held
+
+    def keeper(self) -> Keeper:
         """Our keeper with the weights; the one from before, if it lives."""
-        options = self.settings.options | {"model": str(self.settings.model), "load-format": "weightkeeper"}
-        return self._holder(
-            holders.Keeper, lambda: holders.Keeper(options, self.settings.out, self._short / "k", self.gpus)
-        )
+        return self.holding.get(Keeper)
 
-    def daemon(self) -> holders.Daemon:
+    def daemon(self) -> Daemon:
         """vLLM's own."""
-        options = self.settings.options | {"model": str(self.settings.model)}
-        return self._holder(
-            holders.Daemon, lambda: holders.Daemon(options, self.settings.out, self._short / "d", self.gpus)
-        )
+        return self.holding.get(Daemon)
 
-    def config(self, name: str, load_format: str = "", extra: dict[str, Any] | None = None) -> Path:
-        """A config file of an engine."""
-        values = {"model": str(self.settings.model), "served-model-name": MODEL_NAME} | self.settings.options
+    def config(
+        self, name: str, load_format: str = "", extra: dict[str, Any] | None = None, more: dict[str, Any] | None = None
+    ) -> Path:
+        """A config file of an engine; the user's options go before `more`."""
+        values = {"model": str(self.settings.model), "served-model-name": MODEL_NAME} | (more or {})
+        values |= self.settings.options
         if load_format:
             values |= {"load-format": load_format, "model-loader-extra-config": extra or {}}
         file = self.settings.out / f"{name}.yaml"
@@ -137,7 +150,7 @@ class Bench:
     def ensure(self) -> None:
         """Whatever engine there is, healthy; where there is none, one from the disk."""
         if self.engine is None:
-            self.start(self.config("disk"), TAKE_NO_IPC_CACHE)
+            self.start(self.config("disk"), PLAIN)
         self.wait_for_health()
 
     def kill_engine(self) -> float:
@@ -149,23 +162,21 @@ class Bench:
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.kill()
-            if self.gpus:
-                gpu.wait_until_free(self.gpus, self._base + self.keeper_bytes())
+            self._wait_until_free()
 
     def stop_engine(self) -> None:
         """End it as a user does."""
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.close()
-            if self.gpus:
-                gpu.wait_until_free(self.gpus, self._base + self.keeper_bytes())
+            self._wait_until_free()
 
     def new_agent(self, name: str, wrong: bool = False, times_steps: int = 1) -> AgentProcess:
         """One with a directory of its own; it is not started. The one before ends."""
         self.end_agent()
         directory = self.settings.out / "agents" / name
         shutil.rmtree(directory, ignore_errors=True)
-        settings = agent.Settings(
+        settings = agent_settings.Settings(
             directory, self.url, self.model_name, steps=self.settings.steps * times_steps, tokens=self.settings.tokens,
             patience_s=self.settings.limit_s + AGENT_SECONDS,
         )  # fmt: skip
@@ -179,11 +190,7 @@ class Bench:
 
     def keeper_bytes(self) -> int:
         """Memory of the holders that are there."""
-        found = 0
-        for holder in self._holders.values():
-            held = self.held[holder.name]
-            found += held.device_bytes if held.device_bytes is not None else held.weight_bytes or 0
-        return found
+        return self.holding.nbytes
 
     def used_bytes(self) -> int:
         """Memory of everything: on the devices since the run's start, or in the host."""
@@ -197,26 +204,14 @@ class Bench:
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self._short, ignore_errors=True)
             stack.callback(processes.kill_marked, self._mark)
-            for holder in self._holders.values():
-                stack.callback(holder.close)
+            stack.callback(self.holding.close)
             stack.callback(self.end_engine)
             stack.callback(self.end_agent)
 
-    def _holder(self, kind: type[holders.Holder], make: Any) -> Any:
-        known = self._holders.get(kind)
-        if known is not None and known.is_alive:
-            return known
-        if known is not None:
-            known.close()
-        holder = self._holders[kind] = make()
-        try:
-            held = holder.wait(self.settings.limit_s)
-        except BaseException:
-            del self._holders[kind]
-            holder.close()
-            raise
-        self.held.setdefault(holder.name, held)
-        return holder
+    def _wait_until_free(self) -> None:
+        self.holding.measure(self._base)
+        if self.gpus:
+            gpu.wait_until_free(self.gpus, self._base + self.keeper_bytes())
 
     def _log(self, name: str) -> Path:
         self._count += 1

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from weightkeeper.recovery import agent
 from weightkeeper.recovery.ledger import Effect
+from weightkeeper.recovery.questions import effect
 from weightkeeper.recovery.state import Event, Job
 
 
@@ -77,7 +77,7 @@ def check(job: Job | None, effects: Iterable[Effect], reference: Job) -> Verdict
     different = tuple(number for number, answer in sorted(given.items()) if answer != expected.get(number))
     repeated = tuple(number for number, count in sorted(counts.items()) if count > 1)
     missing = tuple(number for number in range(length) if number not in counts)
-    wrong = tuple(e.step for e in effects if (a := expected.get(e.step)) is None or e.body != agent.effect(e.step, a))
+    wrong = tuple(e.step for e in effects if (a := expected.get(e.step)) is None or e.body != effect(e.step, a))
     pauses = pauses_of(events)
     faults = [
         (job is None or not job.finished, "the job is not finished"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from weightkeeper.quantities import bytes_text
-from weightkeeper.recovery import machine, table
+from weightkeeper.recovery import machine, rows, table
 from weightkeeper.recovery.summary import MEASURES, Result, Summary
 
 SHOWN = ("health", "first right completion", "interruption")
@@ -21,18 +21,20 @@ def lines(one: Result, other: Result) -> Iterator[str]:
     for text in differing(one, other):
         yield f"- {text}"
     yield ""
-    rows = [["scenario", *(f"{name}, s: A / B / B÷A" for name in SHOWN)]]
+    found = [["scenario", *(f"{name}, s: A / B / B÷A" for name in SHOWN)]]
     names = dict.fromkeys(each.name for result in (one, other) for each in result.scenarios)
     for name in names:
-        rows.append([name, *(_pair(*(result.held(name, MEASURES[what]) for result in (one, other))) for what in SHOWN)])
-    yield from table.markdown(rows)
+        found.append(
+            [name, *(_pair(*(result.held(name, MEASURES[what]) for result in (one, other))) for what in SHOWN)]
+        )
+    yield from table.markdown(found)
 
 
 def differing(one: Result, other: Result) -> Iterator[str]:
     """Options, versions and facts that are not the same."""
     facts = [_facts(result) for result in (one, other)]
     for name in dict.fromkeys([*facts[0], *facts[1]]):
-        a, b = (each.get(name, table.NOTHING) for each in facts)
+        a, b = (each.get(name, rows.NOTHING) for each in facts)
         if a != b:
             yield f"{name}: {a} / {b}"
 
@@ -53,5 +55,5 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _pair(a: Summary | None, b: Summary | None) -> str:
-    texts = [table.NOTHING if each is None else f"{each.median:.2f}" for each in (a, b)]
-    return " / ".join([*texts, f"{b.median / a.median:.2f}" if a and b and a.median else table.NOTHING])
+    texts = [rows.NOTHING if each is None else f"{each.median:.2f}" for each in (a, b)]
+    return " / ".join([*texts, f"{b.median / a.median:.2f}" if a and b and a.median else rows.NOTHING])

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from weightkeeper import engine_config
+from weightkeeper import engine_config, savings
 from weightkeeper.errors import ConfigError, ServerStartError
 from weightkeeper.launcher.messages import EngineStatus
 from weightkeeper.launcher.processes import table, with_descendants
@@ -122,6 +122,11 @@ class ComposedBench(Bench):
             super().close()
             raise
 
+    @property
+    def savings(self) -> str:
+        """As the engine's container has it."""
+        return variables_of(self.project).get(savings.SWITCH) or "none"
+
     def end_engine(self) -> None:
         """It is the user's, and stays."""
 
@@ -147,11 +152,16 @@ class ComposedBench(Bench):
         return time.monotonic()
 
     def recreate(self, command: list[str] | None) -> float:
-        """Replace the engine's container; when the old one did not answer any more."""
+        """Replace the engine's container, with vLLM's own engine where a command is given.
+
+        Returns:
+            When the old one did not answer any more.
+        """
         self._is_changed = command is not None
         launched = "--" in (command if command is not None else command_of(self.project))
         self.engine = ComposedEngine(self.project, self.port, launched)
-        going = self.project.begin_to_recreate(ENGINE, command, self.settings.out / "project.json")
+        variables = {} if command is None else engine.PLAIN
+        going = self.project.begin_to_recreate(ENGINE, command, variables, self.settings.out / "project.json")
         return self.until_gone(going, "docker compose up")
 
     def until_gone(self, going: Any, what: str) -> float:
@@ -231,6 +241,11 @@ def open_bench(directory: Path, settings: Settings, restart_docker: str) -> Comp
 def command_of(project: Project) -> list[str]:
     """Of the engine's service."""
     return [str(word) for word in project.resolved.get("services", {}).get(ENGINE, {}).get("command") or ()]
+
+
+def variables_of(project: Project) -> dict[str, str]:
+    """That the project gives to the engine's service."""
+    return project.resolved.get("services", {}).get(ENGINE, {}).get("environment") or {}
 
 
 def on_host(path: str, mounts: list[dict[str, Any]], directory: Path) -> Path:

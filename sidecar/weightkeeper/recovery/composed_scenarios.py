@@ -9,11 +9,11 @@ import msgspec
 
 from weightkeeper.errors import ServerStartError
 from weightkeeper.protocol import Status
-from weightkeeper.recovery import scenarios
+from weightkeeper.recovery import launched_scenarios, mapped_scenarios, scenarios
 from weightkeeper.recovery.composed import ComposedBench, command_of
 from weightkeeper.recovery.engine import ENGINE_CORE
 from weightkeeper.recovery.project import ENGINE, SIDECAR, SUPERVISOR
-from weightkeeper.recovery.scenarios import Scenario
+from weightkeeper.recovery.scenario import Scenario
 
 EDITED = b"\nmax-log-len: %d\n"
 """An option of vLLM that changes nothing but its log, so that every edit is of the same weight."""
@@ -72,8 +72,8 @@ class Launched(Composed):
 
 class Reload(Launched):
     name = "reload"
-    title = scenarios.Reload.title
-    description = scenarios.Reload.description
+    title = launched_scenarios.Reload.title
+    description = launched_scenarios.Reload.description
 
     def ask(self, bench: ComposedBench) -> None:
         bench.project.inside(ENGINE, "weightkeeper", "engine-reload", "--cause", "recovery benchmark")
@@ -81,8 +81,8 @@ class Reload(Launched):
 
 class ServerCrash(Launched):
     name = "server-crash"
-    title = scenarios.ServerCrash.title
-    description = scenarios.ServerCrash.description
+    title = launched_scenarios.ServerCrash.title
+    description = launched_scenarios.ServerCrash.description
 
     def ask(self, bench: ComposedBench) -> None:
         kill(bench, ENGINE, bench.engine.status().pid)
@@ -90,8 +90,8 @@ class ServerCrash(Launched):
 
 class CoreCrash(Launched):
     name = "core-crash"
-    title = scenarios.CoreCrash.title
-    description = scenarios.CoreCrash.description
+    title = launched_scenarios.CoreCrash.title
+    description = launched_scenarios.CoreCrash.description
 
     def ask(self, bench: ComposedBench) -> None:
         names = bench.engine.status().processes
@@ -119,8 +119,8 @@ class ConfigEdit(Launched):
 
 class SidecarCrash(Composed):
     name = "sidecar-crash"
-    title = scenarios.SidecarCrash.title
-    description = scenarios.SidecarCrash.description
+    title = mapped_scenarios.SidecarCrash.title
+    description = mapped_scenarios.SidecarCrash.description
     is_start = False
 
     def interrupt(self, bench: ComposedBench) -> float:
@@ -168,8 +168,8 @@ class OnlyProcesses(Scenario):
 
 
 COMPOSED: tuple[Scenario, ...] = (
-    Disk(), Recreate(), Reload(), ServerCrash(), CoreCrash(), ConfigEdit(), SidecarCrash(), scenarios.AgentCrash(),
-    DockerRestart(),
+    Disk(), Recreate(), Reload(), ServerCrash(), CoreCrash(), ConfigEdit(), SidecarCrash(),
+    mapped_scenarios.AgentCrash(), DockerRestart(),
 )  # fmt: skip
 
 ALL = COMPOSED + tuple(

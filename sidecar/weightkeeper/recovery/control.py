@@ -1,8 +1,8 @@
 """The control of the check: the deliberately wrong agent is killed as any may be, and has to be found out."""
 
 from weightkeeper.recovery.bench import AGENT_SECONDS, Bench
+from weightkeeper.recovery.job_witness import moved
 from weightkeeper.recovery.result import Control
-from weightkeeper.recovery.sampling import moved
 from weightkeeper.recovery.state import Job
 
 

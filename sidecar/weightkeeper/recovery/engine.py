@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightkeeper import savings
 from weightkeeper.errors import ServerStartError
 from weightkeeper.launcher.processes import Process
 from weightkeeper.recovery import processes
@@ -41,6 +42,9 @@ DETAILS = {
     "map and bind (ms)": r"weightkeeper: \w+, mapped \d+ bytes and copied \d+ in ([\d.]+) ms",
 }
 """Numbers that vLLM and our loader tell themselves; several lines of one name add up."""
+
+PLAIN = {"WEIGHTKEEPER_TAKE_IPC_CACHE": "", savings.SWITCH: "none"}
+"""Variables of vLLM's own engines and of its daemon: our plugin is installed beside them, and changes nothing then."""
 
 FELL_BACK = re.compile(r"fall(?:ing)? ?back to disk", re.I)
 

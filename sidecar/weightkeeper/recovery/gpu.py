@@ -31,7 +31,7 @@ class Gpu:
 
     @classmethod
     def visible(cls) -> list["Gpu"]:
-        """Those that a program started from here computes on, by CUDA_VISIBLE_DEVICES."""
+        """Those that a program started from here computes on, by CUDA_VISIBLE_DEVICES and in its order."""
         gpus = cls.all()
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         if given is None:
@@ -39,8 +39,9 @@ class Gpu:
         words = [word.strip() for word in given.split(",") if word.strip()]
         return [
             gpu
+            for word in words
             for index, gpu in enumerate(gpus)
-            if any(word == str(index) or (not word.isdecimal() and gpu.uuid.startswith(word)) for word in words)
+            if word == str(index) or (not word.isdecimal() and gpu.uuid.startswith(word))
         ]
 
     def used_bytes(self) -> int:
@@ -49,6 +50,11 @@ class Gpu:
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle, version=self._nvml.nvmlMemory_v2).used)
         except (AttributeError, TypeError, self._nvml.NVMLError):
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def processes(self) -> dict[int, int | None]:
+        """Process id → bytes of each process that has a compute context on it; in a container it may name none."""
+        found = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return {int(one.pid): None if one.usedGpuMemory is None else int(one.usedGpuMemory) for one in found}
 
 
 def used_bytes(gpus: list[Gpu]) -> int:
@@ -62,6 +68,18 @@ def wait_until_free(gpus: list[Gpu], level: int, seconds: float = 60.0) -> int:
     while (used := used_bytes(gpus)) > level + SLACK_BYTES and time.monotonic() < deadline:
         time.sleep(0.02)
     return used
+
+
+def settled_bytes(gpus: list[Gpu], quiet: float = 0.5, seconds: float = 30.0) -> int:
+    """Bytes in use once they have not changed (but for some slack) for `quiet` seconds, or when time is over."""
+    begun = since = time.monotonic()
+    level = used_bytes(gpus)
+    while (now := time.monotonic()) < min(since + quiet, begun + seconds):
+        used = used_bytes(gpus)
+        if abs(used - level) > SLACK_BYTES:
+            level, since = used, now
+        time.sleep(0.02)
+    return used_bytes(gpus)
 
 
 def _nvml() -> ModuleType | None:

@@ -17,6 +17,7 @@ from weightkeeper import client
 from weightkeeper.errors import ServerStartError, WeightkeeperError
 from weightkeeper.protocol import Status
 from weightkeeper.recovery import gpu, processes
+from weightkeeper.recovery.engine import PLAIN
 from weightkeeper.recovery.gpu import Gpu
 from weightkeeper.recovery.levels import Levels
 from weightkeeper.recovery.result import Held
@@ -27,9 +28,13 @@ SETTLE_SECONDS = 30.0
 DAEMON = "model_executor/model_loader/weight_cache/daemon.py"
 """Within vLLM; it is there from 0.30 on."""
 
+DAEMON_MODULE = "vllm.model_executor.model_loader.weight_cache.daemon"
+
 _READY = re.compile("Weight cache daemon READY")
-_ENGINE_OPTIONS = ("load-format", "model-loader-extra-config", "host", "port", "served-model-name", "standin")
-"""Of an engine alone; vLLM's daemon takes none of them."""
+_ENGINE_OPTIONS = (
+    "load-format", "model-loader-extra-config", "host", "port", "served-model-name", "shutdown-timeout", "standin",
+)  # fmt: skip
+"""Of an engine alone; vLLM's daemon needs none of them."""
 
 
 class Holder:
@@ -42,12 +47,15 @@ class Holder:
     Args:
         command: its argument list.
         log: file for everything that it prints.
-        gpus: whose memory is looked at; none where there are none.
+        gpus: whose memory is looked at; none where there are none, or where others come and go on them meanwhile.
+        environment: variables besides our own.
     """
 
     name: str
 
-    def __init__(self, command: list[str], sockets: Path, log: Path, gpus: list[Gpu]):
+    def __init__(
+        self, command: list[str], sockets: Path, log: Path, gpus: list[Gpu], environment: dict[str, str] | None = None
+    ):
         self.sockets = sockets
         self.log = log
         self._gpus = gpus
@@ -56,8 +64,10 @@ class Holder:
         self._started = time.monotonic()
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True,
+                env=os.environ | (environment or {}),
+            )  # fmt: skip
+        self._ready: float | None = None
 
     def wait(self, seconds: float) -> Held:
         """What it is, once it holds the weights.
@@ -65,15 +75,26 @@ class Holder:
         Raises:
             ServerStartError: it ended, failed, or takes longer.
         """
-        while not self.is_ready():
-            if self.process.poll() is not None:
-                raise ServerStartError(f"{self.name} ended with exit code {self.process.returncode}:\n{self.tail()}")
-            if time.monotonic() - self._started > seconds:
-                raise ServerStartError(f"{self.name} is not ready after {seconds:.0f} s:\n{self.tail()}")
+        while not self.look(seconds):
             time.sleep(POLL_SECONDS)
-        ready = time.monotonic() - self._started
         self.settle()
-        return self._held(ready)
+        return self._held()
+
+    def look(self, seconds: float) -> bool:
+        """Whether it holds the weights by now; the first look that finds them is what counts.
+
+        Raises:
+            ServerStartError: it ended, failed, or has taken longer than `seconds`.
+        """
+        if self._ready is None and self.is_ready():
+            self._ready = time.monotonic() - self._started
+        if self._ready is not None:
+            return True
+        if self.process.poll() is not None:
+            raise ServerStartError(f"{self.name} ended with exit code {self.process.returncode}:\n{self.tail()}")
+        if time.monotonic() - self._started > seconds:
+            raise ServerStartError(f"{self.name} is not ready after {seconds:.0f} s:\n{self.tail()}")
+        return False
 
     def is_ready(self) -> bool:
         raise NotImplementedError
@@ -90,13 +111,13 @@ class Holder:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def _held(self, ready: float) -> Held:
+    def _held(self) -> Held:
         pids = processes.family(self.process.pid)
         if self._levels:
             self._levels.end()
         return Held(
             name=self.name,
-            ready_s=round(ready, 3),
+            ready_s=round(self._ready, 3),
             processes=len(pids),
             resident_bytes=sum(processes.resident_bytes(pid) for pid in pids),
             cuda_libraries=tuple(sorted({library for pid in pids for library in processes.cuda_libraries(pid)})),
@@ -170,9 +191,9 @@ class Daemon(Holder):
 
     def __init__(self, options: dict[str, Any], directory: Path, sockets: Path, gpus: list[Gpu]):
         sockets.mkdir(mode=0o700, exist_ok=True)
-        command = [sys.executable, "-m", "vllm.model_executor.model_loader.weight_cache.daemon"]
+        command = [sys.executable, "-m", DAEMON_MODULE]
         command += [*as_arguments(options), "--weight-cache-socket-dir", str(sockets)]
-        super().__init__(command, sockets, directory / "daemon.log", gpus)
+        super().__init__(command, sockets, directory / "daemon.log", gpus, PLAIN)
 
     def is_ready(self) -> bool:
         return bool(_READY.search(self.log.read_text(errors="replace")))

@@ -97,7 +97,9 @@ def memory(result: Result) -> str:
 
 
 def timeline(result: Result) -> str:
-    """The agent's work in the sample nearest to each scenario's median; its longest pause is shaded."""
+    """The agent's work in the sample nearest to each scenario's median, its longest pause shaded; empty without one."""
+    if not result.runs[0].subject.has_agent:
+        return ""
     names = [name for name in measured(result) if (one := typical(result, name)) and one.timeline]
     figure, axes = _figure(len(names))
     for row, name in enumerate(names):

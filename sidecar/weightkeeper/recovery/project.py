@@ -46,11 +46,21 @@ class Project:
         found = self.compose("ps", "-q", "--status", "running", service).split()
         return int(self._run(["docker", "inspect", "-f", "{{.State.Pid}}", found[0]], COMMAND_SECONDS)) if found else 0
 
-    def begin_to_recreate(self, service: str, command: list[str] | None, file: Path) -> "subprocess.Popen[str]":
-        """Have a service's container replaced, with another command where one is given; it goes on meanwhile."""
+    def begin_to_recreate(
+        self, service: str, command: list[str] | None, variables: dict[str, str], file: Path
+    ) -> "subprocess.Popen[str]":
+        """Have a service's container replaced, with another command where one is given; it goes on meanwhile.
+
+        Args:
+            variables: that it has besides, or otherwise.
+            file: for the project as it is then.
+        """
         project = json.loads(json.dumps(self.resolved))
+        changed = project["services"][service]
         if command is not None:
-            project["services"][service]["command"] = command
+            changed["command"] = command
+        if variables:
+            changed["environment"] = (changed.get("environment") or {}) | variables
         file.write_text(json.dumps(project))
         arguments = ["docker", "compose", "--project-directory", str(self.directory), "-p", project["name"]]
         arguments += ["-f", str(file), "up", "-d", "--no-deps", "--no-build", "--force-recreate", service]

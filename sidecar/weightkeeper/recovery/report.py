@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 
 from weightkeeper.quantities import bytes_text, seconds_text
-from weightkeeper.recovery import machine, plots, table
+from weightkeeper.recovery import machine, plots, rows
 from weightkeeper.recovery.summary import MEASURES, Result, ratio
 
 TEMPLATE = "page.html.j2"
@@ -26,8 +26,7 @@ def page(result: Result) -> str:
         plots={
             name: getattr(plots, name)(result) for name in ("samples", "phases", "timeline", "memory", "throughput")
         },
-        tables=[table.main_rows(result), table.agent_rows(result)],
-        held=[each.held for each in result.scenarios if each.held],
+        tables=rows.tables(result),
         faults=[one.sample for one in result.samples if one.sample.outcome != "right"],
         where=next((one.sample.memory.where for one in result.samples if one.sample.memory), ""),
     )
@@ -44,20 +43,26 @@ def write(path: Path, text: str) -> None:
 
 
 def headline(result: Result) -> str:
-    """The shortest interruption by a lost engine against the baseline's, in a sentence."""
-    interruption = MEASURES["interruption"]
-    base = result.held(result.baseline, interruption)
+    """The shortest way back after a lost engine against the baseline's, in a sentence.
+
+    It is the interruption as the agent saw it, or, without an agent, the time to the first right completion.
+    """
+    has_agent = result.runs[0].subject.has_agent
+    measure = MEASURES["interruption" if has_agent else "first right completion"]
+    base = result.held(result.baseline, measure)
     medians = {
         each.name: (found.median, each.title)
         for each in result.scenarios
-        if each.is_start and each.name != result.baseline and (found := result.held(each.name, interruption))
+        if each.is_start and each.name != result.baseline and (found := result.held(each.name, measure))
     }
     if base is None or not medians:
         return "Not enough samples came out right to compare anything."
     name = min(medians, key=medians.__getitem__)
-    faster = ratio(result.samples, name, result.baseline, interruption)
-    times = f", {faster.median:.1f} times shorter" if faster else ""
+    faster = ratio(result.samples, name, result.baseline, measure)
+    times = f", {faster.median:.1f} times {'shorter' if has_agent else 'faster'}" if faster else ""
+    what = "An agent whose engine was lost went on" if has_agent else "A lost engine answered rightly again"
+    of = f"{base.count} interruption(s)" + ("" if has_agent else "; no agent worked meanwhile")
     return (
-        f"An agent whose engine was lost went on after {medians[name][0]:.2f} s ({medians[name][1]}) instead of "
-        f"{base.median:.2f} s ({result.baseline}){times}; medians of {base.count} interruption(s)."
+        f"{what} after {medians[name][0]:.2f} s ({medians[name][1]}) instead of {base.median:.2f} s "
+        f"({result.baseline}){times}; medians of {of}."
     )

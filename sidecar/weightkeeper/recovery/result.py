@@ -11,7 +11,9 @@ from typing import Literal
 import msgspec
 
 from weightkeeper.errors import ConfigError
+from weightkeeper.recovery.answers import Answer
 from weightkeeper.recovery.check import Verdict
+from weightkeeper.recovery.subject import Machine, Subject
 
 FORMAT = "weightkeeper-recovery-1"
 
@@ -19,63 +21,13 @@ MAX_BYTES = 64 * 1024 * 1024
 """A run of ten scenarios and five rounds is some 300 KB."""
 
 Outcome = Literal["right", "wrong", "from disk", "failed"]
-"""Of a sample: the agent's work is intact and weights came from where they should; an answer or an effect is not as in
-the uninterrupted job; it went to disk, which was not asked for; there was no answer in time."""
+"""Of a sample: the agent's work is intact (without an agent: the completion is the reference's) and weights came from
+where they should; an answer or an effect is not as in the uninterrupted job, or the completion another one; it went to
+disk, which was not asked for; there was no answer in time."""
 
 Ended = Literal["running", "whole", "interrupted", "out of time", "failed"]
 """Of a run: it goes on, or was killed; all of its samples are there; somebody ended it; the next sample had no room
 within the time limit; the first start failed."""
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    """One GPU as NVML names it."""
-
-    name: str
-    uuid: str
-    memory_bytes: int
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """What a run was measured on; nothing that names the machine or its user.
-
-    Attributes:
-        cores: that this process may use.
-        driver: of the GPUs; empty where there is none.
-        versions: package → version; packages that are not there are left out.
-        disk_bytes_s: reading the model's files past the page cache; null where that was not allowed.
-        page_cache_bytes_s: reading them when they lie in the page cache.
-    """
-
-    processor: str
-    cores: int
-    memory_bytes: int
-    kernel: str
-    python: str
-    versions: dict[str, str]
-    gpus: tuple[Gpu, ...] = ()
-    driver: str = ""
-    disk_bytes_s: float | None = None
-    page_cache_bytes_s: float | None = None
-
-
-class Subject(msgspec.Struct, frozen=True):
-    """What was served, with what, to whom. Parts of one result are equal in all of it.
-
-    Attributes:
-        model: its name, without the path.
-        model_bytes: of its weight files.
-        options: vLLM's, equal for all scenarios.
-        steps: of the agent's job.
-        tokens: of each answer.
-        place: where engines ran: as processes of the benchmark, or in the containers of a compose project.
-    """
-
-    model: str
-    model_bytes: int
-    options: dict[str, str | int | float | bool | None]
-    steps: int
-    tokens: int
-    place: Literal["processes", "compose"] = "processes"
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True):
@@ -124,11 +76,11 @@ class Sample(msgspec.Struct, frozen=True):
         message: why it failed, or what is wrong.
         gone_s: until the old engine was gone, and its memory.
         health_s: to the first 200 of /health of the new one.
-        first_s: to the first request of the agent that the new one completed.
-        right_s: to the first whose tokens are those of the uninterrupted job.
+        first_s: to the first request of the agent that the new one completed; without an agent, to the completion.
+        right_s: to the first whose tokens are those of the uninterrupted job, or of the reference.
         phases: name → seconds, of the way to the first right answer; they add up to `right_s`.
         details: name → seconds or milliseconds that logs tell; they lie within phases.
-        agent: what the check said; `agent.longest` is the interruption as the agent saw it.
+        agent: what the check said; `agent.longest` is the interruption as the agent saw it. Null where none worked.
         timeline: the agent's events but for its questions; of failed requests, some (`agent.failed` counts all).
     """
 
@@ -178,8 +130,9 @@ class Held(msgspec.Struct, frozen=True):
     Attributes:
         ready_s: from its start until it held them.
         weight_bytes: as it says itself; null where it says nothing.
-        device_bytes: more in use on the device than before its start.
-        peak_bytes: the most while it loaded.
+        device_bytes: more in use on the device than before its start. Where two came up at once, null for the one that
+            tells its `weight_bytes`; the other has the rest of what was in use once no engine ran.
+        peak_bytes: the most while it loaded; null where others came and went meanwhile.
         resident_bytes: of its processes, in host memory.
         cuda_libraries: that are mapped into them.
     """
@@ -235,7 +188,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seconds: it took so far.
         rounds: that were asked for.
         baseline: name of the scenario that ratios are to, in the same round of the same part.
-        reference: what the check says of the uninterrupted job; its pauses are the usual ones.
+        reference: what the check says of the uninterrupted job; its pauses are the usual ones. Null without an agent.
+        expected: without an agent, the completion of the first counted start from the disk, which had nothing left to
+            compile; all others are compared with it.
     """
 
     format: Literal["weightkeeper-recovery-1"]
@@ -255,6 +210,12 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reference: Verdict | None = None
     control: Control | None = None
     message: str = ""
+    expected: Answer | None = None
+
+
+def rounded(seconds: float) -> float:
+    """As seconds are kept."""
+    return round(seconds, 4)
 
 
 def read(path: Path) -> Run:

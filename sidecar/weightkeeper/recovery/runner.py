@@ -6,49 +6,25 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 
 import msgspec
 
 from weightkeeper.errors import ConfigError, NoAnswerError, ServerStartError
-from weightkeeper.recovery import machine, result, throughput
-from weightkeeper.recovery.bench import Bench, Settings
-from weightkeeper.recovery.check import Verdict
+from weightkeeper.recovery import first_starts, machine, result, throughput
+from weightkeeper.recovery.bench import AGENT_SECONDS, Bench, Settings
 from weightkeeper.recovery.control import caught
-from weightkeeper.recovery.result import FORMAT, Run, Sample, Skipped, Subject
-from weightkeeper.recovery.sampling import AGENT_SECONDS, sample
-from weightkeeper.recovery.scenarios import BASELINE, Scenario
-from weightkeeper.recovery.state import Job
+from weightkeeper.recovery.job_witness import JobWitness
+from weightkeeper.recovery.plan import Plan, shuffled
+from weightkeeper.recovery.result import FORMAT, Run, Sample, Skipped
+from weightkeeper.recovery.sampling import sample
+from weightkeeper.recovery.scenario import Scenario
+from weightkeeper.recovery.scenarios import BASELINE
+from weightkeeper.recovery.subject import Subject
+from weightkeeper.recovery.witness import CompletionWitness, Witness
 
 FAILURES = 2
 """In a row, after which a scenario is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How a run goes.
-
-    Attributes:
-        rounds: samples of each scenario.
-        seed: of the order.
-        seconds: for everything; the next sample is not begun where it would probably not end in time.
-        load_s: seconds of throughput after a start, twice: as the first minute, and steady; 0 for none.
-        loaded: names of the scenarios after which throughput is measured; None for all that start an engine.
-        clients: that ask at the same time for throughput.
-        file: for the result; written after each sample.
-        command: that made it, for the result.
-    """
-
-    rounds: int
-    seed: int
-    seconds: float
-    load_s: float
-    loaded: frozenset[str] | None
-    clients: int
-    file: Path
-    command: tuple[str, ...]
 
 
 class Runner:
@@ -59,6 +35,9 @@ class Runner:
         scenarios: that were asked for, the baseline among them.
         others: that were not.
         say: takes lines for people.
+
+    Raises:
+        ConfigError: `together`, and nothing would start beside the first engine.
     """
 
     def __init__(
@@ -71,9 +50,14 @@ class Runner:
         self._began = time.monotonic()
         self._took: dict[str, float] = {}
         self._failures: dict[str, int] = {}
-        self._reference: Job | None = None
+        self._witness: Witness | None = None
         missing = {one.name: one.missing(bench) for one in scenarios}
         self._scenarios = [one for one in scenarios if not missing[one.name]]
+        if plan.together and not first_starts.holders_of(self._scenarios):
+            raise ConfigError(
+                "--together: no sidecar or daemon holds weights for any of these scenarios, so that nothing would "
+                "start beside the first engine; leave it out, or add one of --scenarios mapped, reload, ipc_cache"
+            )
         skipped = [Skipped(one.name, one.title, missing[one.name]) for one in scenarios if missing[one.name]]
         skipped += [Skipped(one.name, one.title, "was not asked for") for one in others]
         self.run = self._first(tuple(skipped))
@@ -87,7 +71,7 @@ class Runner:
         """
         self._keep(ended="running")
         try:
-            self._refer()
+            self._begin()
             self._load()
             for one, number in self._rounds():
                 self._take(one, number)
@@ -104,35 +88,24 @@ class Runner:
             self._keep(ended="whole")
         return self.run
 
-    def _refer(self) -> None:
-        """The uncounted first start: it fills caches, and the job done on it is what all others are compared with."""
-        bench = self._bench
-        self._say("first start, uncounted: it fills the caches and gives the reference")
+    def _begin(self) -> None:
+        """The uncounted first start, and who sees what comes back from then on."""
+        bench, settings = self._bench, self._bench.settings
+        beside = ", beside what holds weights" if self._plan.together else ""
+        self._say(f"first start, uncounted: it fills the caches{beside}")
         baseline = next((one for one in self._scenarios if one.name == BASELINE), None)
         if baseline is None:
             raise ConfigError(f"the baseline cannot be measured here: {self.run.skipped[0].reason}")
-        for _ in range(2 if bench.compiles else 1):  # what others are compared with has compiled nothing itself
-            if bench.engine is not None:
-                baseline.prepare(bench)
-            baseline.interrupt(bench)
-            took = bench.wait_for_health() - bench.engine.started
-        jobs = []
-        longest = max(one.times_steps for one in self._scenarios)
-        for name, times in (("reference", longest), ("reference-again", 1)):
-            agent = bench.new_agent(name, times_steps=times)
-            agent.start()
-            agent.wait(AGENT_SECONDS)
-            jobs.append(agent.job())
-            verdict = agent.check(jobs[0])
-        if not verdict.passed:
-            raise ConfigError(
-                f"the same job done twice on the same engine differs: {'; '.join(verdict.faults)}; answers cannot be "
-                "compared here (see vLLM's VLLM_BATCH_INVARIANT)"
-            )
-        self._reference = jobs[0]
-        self._keep(reference=told(verdict))
-        self._say(f"healthy after {took:.1f} s; a step of the agent takes {verdict.usual:.2f} s")
-        self._keep(control=caught(bench, jobs[0]))
+        took = first_starts.make(bench, baseline, self._scenarios, self._plan.together)
+        self._say(f"healthy after {took:.1f} s")
+        if not settings.has_agent:
+            self._witness = CompletionWitness(bench.port, bench.model_name, settings.tokens, settings.limit_s)
+            return
+        job, verdict = first_starts.reference(bench, max(one.times_steps for one in self._scenarios))
+        self._witness = JobWitness(bench, job)
+        self._keep(reference=verdict)
+        self._say(f"a step of the agent takes {verdict.usual:.2f} s")
+        self._keep(control=caught(bench, job))
         self._say(f"the deliberately wrong agent was {'caught' if self.run.control.caught else 'NOT CAUGHT'}")
 
     def _load(self) -> None:
@@ -172,7 +145,10 @@ class Runner:
         """Every scenario once a round, in shuffled order; those of a group one after the other."""
         order = random.Random(self._plan.seed)  # noqa: S311  an order, not a secret
         for number in range(1, self._plan.rounds + 1):
-            for one in shuffled(self._scenarios, order):
+            ordered = shuffled(self._scenarios, order)
+            if number == 1 and not self._bench.settings.has_agent:
+                ordered.sort(key=lambda one: one.name != BASELINE)  # it gives the reference
+            for one in ordered:
                 if self._failures.get(one.name, 0) >= FAILURES:
                     continue
                 if self._is_over(one):
@@ -187,13 +163,22 @@ class Runner:
         return time.monotonic() - self._began + expected + more > self._plan.seconds
 
     def _take(self, one: Scenario, number: int) -> None:
+        """Take a sample and keep it.
+
+        Raises:
+            ServerStartError: it was to give the reference, and there is none.
+        """
         begun = time.monotonic()
-        taken = sample(one, self._bench, self._reference, number, len(self.run.samples) + 1)
+        taken = sample(one, self._bench, self._witness, number, len(self.run.samples) + 1)
         self._took[one.name] = time.monotonic() - begun
         self._failures[one.name] = self._failures.get(one.name, 0) + 1 if taken.outcome == "failed" else 0
         self._describe(one)
         self._keep(samples=(*self.run.samples, taken))
         self._say(f"{self._place()} round {number}, {line(one, taken)}")
+        if isinstance(self._witness, CompletionWitness):
+            self._keep(expected=self._witness.expected)
+            if self._witness.expected is None:
+                raise ServerStartError(f"the first start from the disk gave no reference: {taken.message}")
         if self._failures[one.name] == FAILURES and number < self._plan.rounds:
             reason = f"given up after {FAILURES} failures in a row: {taken.message.splitlines()[0]}"
             self._keep(skipped=(*self.run.skipped, Skipped(one.name, one.title, reason)))
@@ -239,6 +224,8 @@ class Runner:
                 settings.steps,
                 settings.tokens,
                 settings.place,
+                settings.has_agent,
+                self._bench.savings,
             ),
             skipped=skipped,
         )
@@ -250,22 +237,6 @@ def plain(settings: Settings) -> dict[str, str | int | float | bool | None]:
         name: value if value is None or isinstance(value, (str, int, float)) else msgspec.json.encode(value).decode()
         for name, value in settings.options.items()
     }
-
-
-def shuffled(scenarios: Sequence[Scenario], order: random.Random) -> list[Scenario]:
-    """All of them, those of one group one after the other."""
-    groups: dict[str, list[Scenario]] = {}
-    for one in scenarios:
-        groups.setdefault(one.group or one.name, []).append(one)
-    names = order.sample(list(groups), len(groups))
-    return [one for name in names for one in order.sample(groups[name], len(groups[name]))]
-
-
-def told(verdict: Verdict) -> Verdict:
-    """Of a job without an interruption: its pauses lie at no moment of interest."""
-    if verdict.longest is None:
-        return verdict
-    return msgspec.structs.replace(verdict, longest=msgspec.structs.replace(verdict.longest, start=0.0))
 
 
 def line(one: Scenario, taken: Sample) -> str:

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from weightkeeper.errors import ConfigError
-from weightkeeper.recovery.asking import Answer
+from weightkeeper.recovery.answers import Answer
 
 Kind = Literal["started", "resumed", "asked", "answered", "cut", "failed", "effect", "repeat", "finished"]
 """Of an event: an agent began a job, or went on with it; a request was sent; it was answered, cut short, or failed; a

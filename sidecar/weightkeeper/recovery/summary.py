@@ -8,6 +8,9 @@ import msgspec
 from weightkeeper.errors import ConfigError
 from weightkeeper.recovery.result import Run, Sample, Scenario, Skipped
 
+IPC_CACHE = "ipc_cache"
+"""Name of the scenario with vLLM's own cache, to which ratios are as well as to the baseline."""
+
 Measure = Callable[[Sample], float | None]
 
 MEASURES: dict[str, Measure] = {

@@ -7,17 +7,18 @@ import time
 
 import openai
 
-from weightkeeper.recovery import agent
-from weightkeeper.recovery.asking import Answer
+from weightkeeper.recovery.agent_settings import LEDGER_FILE, STATE_FILE, Settings
+from weightkeeper.recovery.answers import Answer
 from weightkeeper.recovery.ledger import Ledger
+from weightkeeper.recovery.questions import effect, question
 from weightkeeper.recovery.state import State
 
 
-def run(settings: agent.Settings) -> None:
+def run(settings: Settings) -> None:
     """Do the job; state is written for the eyes of the check alone, and never read."""
     settings.directory.mkdir(parents=True, exist_ok=True)
-    state = State(settings.directory / agent.STATE_FILE)
-    ledger = Ledger(settings.directory / agent.LEDGER_FILE)
+    state = State(settings.directory / STATE_FILE)
+    ledger = Ledger(settings.directory / LEDGER_FILE)
     client = openai.OpenAI(base_url=settings.url, api_key="none", timeout=settings.timeout_s, max_retries=0)
     state.begin(settings.job, settings.steps, settings.tokens)
     while True:
@@ -32,18 +33,18 @@ def run(settings: agent.Settings) -> None:
     state.finish(settings.job)
 
 
-def _once(settings: agent.Settings, state: State, ledger: Ledger, client: openai.OpenAI) -> list[Answer]:
+def _once(settings: Settings, state: State, ledger: Ledger, client: openai.OpenAI) -> list[Answer]:
     answers: list[Answer] = []
     for number in range(settings.steps):
         state.step(settings.job, number)
         state.asked(settings.job, number)
-        text = agent.question(settings.job, number, answers)
+        text = question(settings.job, number, answers)
         given = client.completions.create(
             model=settings.model, prompt=text, max_tokens=settings.tokens, temperature=0,
             extra_body={"return_token_ids": True},
         )  # fmt: skip
         choice = given.choices[0]
         answers.append(Answer(choice.text, tuple(getattr(choice, "token_ids", None) or ()), choice.finish_reason))
-        ledger.record(settings.job, number, agent.effect(number, answers[-1]), None)
+        ledger.record(settings.job, number, effect(number, answers[-1]), None)
         state.event(settings.job, number, "effect")
     return answers
