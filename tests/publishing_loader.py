@@ -15,11 +15,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import yaml
+from blake3 import blake3
 
+from weightkeeper.files import Stamp
+from weightkeeper.fingerprint import compose
 from weightkeeper.frames import Channel, Limits
 from weightkeeper.layout import Layout, Tensor
 from weightkeeper.memory.host import HostMemory
@@ -57,8 +61,16 @@ PLAN = {
     "models": None,  # a name for each rank
     "tensor": {},  # fields of the first tensor in place of the right ones
     "aliases": None,
+    "checkpoint": "",  # directory whose files the receipts and the fingerprint are of
     "child": "",  # file for the pid of a child process that is left behind
 }
+
+
+def receipts_of(directory: Path) -> Iterator[Receipt]:
+    """True receipts, taken without waiting for young files."""
+    for file in sorted(directory.iterdir()):
+        stamp = Stamp.of(file.stat())
+        yield Receipt(file.name, *stamp, blake3=blake3(file.read_bytes()).hexdigest())
 
 
 class Loader:
@@ -133,13 +145,17 @@ class Loader:
         changed = {name: tuple(value) if isinstance(value, list) else value for name, value in plan["tensor"].items()}
         tensors[0] = msgspec.structs.replace(tensors[0], **changed)
         aliases = {"lm_head.weight": tensors[0].path} if plan["aliases"] is None else plan["aliases"]
+        fingerprint, receipts = plan["fingerprint"], (Receipt("model.safetensors", nbytes, 1, 2, 3, "ab" * 32),)
+        if plan["checkpoint"]:
+            receipts = tuple(receipts_of(Path(plan["checkpoint"])))
+            fingerprint = compose({each.name: each.blake3 for each in receipts}, fingerprint | {"rank": str(rank)})
         fields = {
             "device": plan["device"].format(rank=rank),
             "rank": rank,
             "world_size": plan["ranks"],
             "model": plan["models"][rank] if plan["models"] else plan["model"],
-            "fingerprint": plan["fingerprint"],
-            "receipts": (Receipt("model.safetensors", nbytes, 1, 2, 3, "ab" * 32),),
+            "fingerprint": fingerprint,
+            "receipts": receipts,
             "kind": "host",
             "sizes": sizes,
             "layout": Layout(tuple(tensors), aliases, {"has_head": True}, nbytes),

@@ -457,6 +457,7 @@ def test_g10_a_killed_keeper_is_taken_over_with_one_line(tmp_path, one):
             )
             assert "took over" not in "".join(other.lines()[1:])
             assert served(other)
+            wait_for(lambda: other.status().leases == (), "the end of the lease, which the next one would wait for")
         assert other.stop() == 0
 
 

@@ -51,10 +51,14 @@ SAY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Weights that may be mapped. The descriptors, one a segment of `grant.sizes`, are the receiver's to close."""
+    """Weights that may be mapped. The descriptors, one a segment of `grant.sizes`, are the receiver's to close.
+
+    `at` is when they were granted, in seconds since the epoch.
+    """
 
     grant: Grant
     descriptors: list[int]
+    at: float
 
 
 class Session:
@@ -85,6 +89,7 @@ class Session:
             CacheUnusableError: any other cause, by its class.
         """
         answer = ask(self._channel, MapRequest(fingerprint, mode), Grant | Mismatch)
+        granted_at = time.time()
         if isinstance(answer, Mismatch):
             raise MismatchError(list(answer.differences))
         descriptors: list[int] = []
@@ -100,11 +105,24 @@ class Session:
         except BaseException:
             close_all(descriptors)
             raise
-        return Granted(answer, descriptors)
+        return Granted(answer, descriptors, granted_at)
 
     def release(self) -> str:
         """Say that this engine has its own copy: its lease ends, and the weights go if nobody else maps them."""
         return ask(self._channel, ReleaseRequest(), Done).message
+
+    def wait_for_end(self) -> WeightkeeperError:
+        """Return when the lease is over, however long that takes: the keeper's refusal, or that it is lost."""
+        self._channel.wait()
+        try:
+            expected_of(self._channel.receive().message, ())
+        except WeightkeeperError as error:
+            return error
+        return ProtocolError("the keeper spoke out of turn")
+
+    def shutdown(self) -> None:
+        """End the lease from another thread; the one that waits for its end closes."""
+        self._channel.shutdown()
 
     def close(self) -> None:
         """End the lease."""

@@ -259,6 +259,12 @@ class AlreadyHeldError(CacheUnusableError):
     code = "already_held"
 
 
+class BusyError(CacheUnusableError):
+    """The keeper is taking over so much from other engines that an offer has to come again later."""
+
+    code = "busy"
+
+
 class NoRoomError(CacheUnusableError):
     """A disk load would put a second copy of the weights where there is no room for it."""
 

@@ -5,7 +5,9 @@ slowly its bytes drip in. Descriptors arrive close-on-exec.
 """
 
 import array
+import contextlib
 import os
+import select
 import socket
 import struct
 import time
@@ -196,6 +198,17 @@ class Channel:
             raise LostError(f"the connection broke off while waiting for an answer: {error.strerror}") from error
         finally:
             self._decoder.abandon()
+
+    def wait(self) -> None:
+        """Return when something can be received, be it the end; however long that takes."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
+
+    def shutdown(self) -> None:
+        """End the dialogue from any thread; one that waits here is woken. Somebody still has to close."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._decoder.abandon()

@@ -19,6 +19,9 @@ MAX_DIMENSIONS = 64
 MAX_COUNT = (1 << 63) - 1
 """Numbers of bytes and elements stay inside 64 bits, as they are in every program that maps them."""
 
+MAX_SECONDS = float(1 << 40)
+"""Since the epoch, for a time that somebody tells."""
+
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -49,6 +52,7 @@ class Part:
         self.sizes = publish.sizes
         self.tensors = len(publish.layout.tensors)
         self.fingerprint = publish.fingerprint
+        self.mapped_at = publish.mapped_at
         self.descriptors: list[int] = []
         self._check = memory.checker_of(publish.kind)
         self.receipts = encode(Receipts(publish.receipts))
@@ -99,6 +103,8 @@ class Generation:
         number: grows by one a load.
         parts: device → what is held there.
         held: what `status` shows, once it is finished.
+        options: digests of the config file's options that shaped it; None where there was no file.
+        mapped_at: of what engines offered: when one of them mapped it last; 0 for all else.
     """
 
     held: Held
@@ -106,6 +112,8 @@ class Generation:
     def __init__(self, number: int):
         self.number = number
         self.parts: dict[str, Part] = {}
+        self.options: dict[str, str] | None = None
+        self.mapped_at = 0.0
         self._started = time.monotonic()
 
     @property
@@ -138,7 +146,7 @@ class Generation:
         part.settle(self.number)
         self.parts[part.device] = part
 
-    def finish(self) -> None:
+    def finish(self, adopted_from: str = "") -> None:
         """Called when the last rank is there: what `held` gives is settled now."""
         parts = sorted(self.parts.values(), key=lambda part: part.rank)
         devices = {part.device: sum(part.sizes) for part in parts}
@@ -153,7 +161,9 @@ class Generation:
             kind=parts[0].kind,
             load_seconds=time.monotonic() - self._started,
             loaded_at=time.time(),
+            adopted_from=adopted_from,
         )
+        self.mapped_at = max(part.mapped_at for part in parts)
 
     def close(self) -> None:
         """Let the descriptors go. Memory lives on where it is mapped."""
@@ -174,6 +184,8 @@ def check_publish(publish: Publish) -> None:
         raise ProtocolError(f"{len(publish.sizes)} segments on {publish.device}; 1 to {MAX_SEGMENTS} are allowed")
     if min(publish.sizes) <= 0 or sum(publish.sizes) > MAX_COUNT:
         raise ProtocolError(f"the segments on {publish.device} have impossible sizes")
+    if not 0 <= publish.mapped_at <= MAX_SECONDS:
+        raise ProtocolError(f"{publish.device} was mapped at {publish.mapped_at}, which cannot be")
     check_layout(publish.layout, sum(publish.sizes))
 
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 import anyio
 
-from weightkeeper import __version__
+from weightkeeper import __version__, fingerprint, note
 from weightkeeper.accepting import Acceptor
-from weightkeeper.errors import ConfigError, RefusedError, SocketPathError
+from weightkeeper.adopting import ADOPT_SECONDS, Adoption, Shaping
+from weightkeeper.errors import ConfigError, RefusedError, SocketPathError, StillLoadingError
 from weightkeeper.holding import Generation
 from weightkeeper.listening import SocketDirectory
 from weightkeeper.loads import Loads
+from weightkeeper.note import Note
 from weightkeeper.protocol import Lease, State, Status
 from weightkeeper.publishing import RANKS_SECONDS, Publishing
 from weightkeeper.quantities import bytes_text
@@ -45,6 +47,8 @@ class Settings:
         poll_seconds: between two looks for a change, after a failed load.
         takes_publications: whether engines may hand over weights that they loaded.
         ranks_seconds: that the ranks of a model which engines publish have, from the first to the last.
+        adopt_seconds: to wait at the start for engines that hold the weights; only where a keeper before left engines.
+        shaping: picks the options of the config file that shape weights.
     """
 
     socket_dir: str
@@ -54,6 +58,8 @@ class Settings:
     poll_seconds: float = 3.0
     takes_publications: bool = True
     ranks_seconds: float = RANKS_SECONDS
+    adopt_seconds: float = ADOPT_SECONDS
+    shaping: Shaping = dict
 
 
 class Keeper:
@@ -66,18 +72,31 @@ class Keeper:
 
     def __init__(self, settings: Settings):
         self._settings = settings
+        self._directory = SocketDirectory(settings.socket_dir, settings.allowed_uids)
         self._store = Store()
+        self._store.changed = self._leave_note
+        left = note.read(settings.socket_dir)
+        self._written = left
+        self._adoption = Adoption(
+            settings.config,
+            left,
+            settings.adopt_seconds if settings.takes_publications else 0.0,
+            settings.shaping,
+        )
         self._started_at = time.time()
         self._acceptors: dict[str, Acceptor] = {}
         self._loads: Loads | None = None
         numbers = itertools.count(1)
         if settings.config is not None:
             loader, poll = settings.loader, settings.poll_seconds
-            self._loads = Loads(settings.config, loader, settings.socket_dir, poll, self._adopt_loaded, numbers)
+            self._loads = Loads(
+                settings.config, loader, settings.socket_dir, poll, self._adopt_loaded, numbers, self._adoption
+            )
         self._publishing = Publishing(
-            self._store, numbers, settings.ranks_seconds, self._is_loading, self._adopt_published
+            self._store, numbers, settings.ranks_seconds, self._is_loading, self._adoption, self._adopt_published
         )
-        self._directory = SocketDirectory(settings.socket_dir, settings.allowed_uids)
+        late = StillLoadingError("the keeper has waited long enough for all ranks, and loads by itself")
+        self._adoption.given_up = lambda: self._publishing.refuse_offers(late)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -95,6 +114,7 @@ class Keeper:
                         self._tasks.start_soon(self._loads.run)
                     async for number in signals:
                         logger.info("%s: ending", signal.Signals(number).name)
+                        self._store.changed = lambda: None  # engines that are there now are there for the next keeper
                         self._tasks.cancel_scope.cancel()
                         break
         finally:
@@ -170,6 +190,7 @@ class Keeper:
     def _adopt_loaded(self, generation: Generation) -> None:
         """Offer what a loader published."""
         self._adopt(generation)
+        self._leave_note()
         self._publishing.refuse_all(RefusedError("the keeper has loaded a model by itself meanwhile"))
         held = generation.held
         logger.info(
@@ -178,17 +199,21 @@ class Keeper:
         )  # fmt: skip
 
     def _adopt_published(self, generation: Generation, names: str) -> None:
-        """Offer what engines of these names published."""
-        self._adopt(generation)
+        """Offer what engines of these names published, or had mapped from a keeper before."""
+        is_offer = any(part.mapped_at for part in generation.parts.values())
+        self._adopt(generation, names if is_offer else "")
+        if is_offer:
+            self._adoption.adopted(generation)
         if self._loads is not None:
-            self._loads.forget_failure()
+            self._loads.not_needed()
         held = generation.held
         logger.info(
-            "published: %s, %s on %s by %s (generation %d)",
-            held.model, bytes_text(held.nbytes), ", ".join(held.devices), names, held.generation,
+            "%s: %s, %s on %s %s %s (generation %d)",
+            "adopted" if is_offer else "published", held.model, bytes_text(held.nbytes), ", ".join(held.devices),
+            "from" if is_offer else "by", names, held.generation,
         )  # fmt: skip
 
-    def _adopt(self, generation: Generation) -> None:
+    def _adopt(self, generation: Generation, adopted_from: str = "") -> None:
         """Offer a complete generation in place of the one before."""
         listeners: dict[str, socket.socket] = {}
         try:
@@ -199,7 +224,7 @@ class Keeper:
                 self._directory.remove(self._engine_path(device))
                 listener.close()
             raise
-        generation.finish()
+        generation.finish(adopted_from)
         self._store.replace(generation)
         for device, listener in listeners.items():
             dialogue = EngineDialogue(self._store, device, self._give_back)
@@ -213,6 +238,17 @@ class Keeper:
         for device in self._acceptors.keys() - offered:
             self._directory.remove(self._engine_path(device))
             self._acceptors.pop(device).scope.cancel()
+
+    def _leave_note(self) -> None:
+        """Keep the note for a keeper after this one true: which engines compute on what is offered, if any do."""
+        current, engines = self._store.current, self._store.names()
+        left = None
+        if engines and current.options is not None:
+            parts = {part.device: fingerprint.digest(part.fingerprint) for part in current.parts.values()}
+            left = Note(parts, current.options, engines)
+        if left != self._written:
+            note.write(self._settings.socket_dir, left)
+            self._written = left
 
     def _engine_path(self, device: str) -> str:
         return engine_path(self._settings.socket_dir, device)

@@ -8,6 +8,7 @@ import anyio
 import anyio.to_thread
 
 from weightkeeper import retry_key
+from weightkeeper.adopting import Adoption
 from weightkeeper.child import Child
 from weightkeeper.errors import LoadFailedError, SocketPathError
 from weightkeeper.holding import Generation
@@ -27,6 +28,7 @@ class Loads:
         poll_seconds: between two looks for a change, after a failed load.
         adopt: takes over a complete generation, or raises SocketPathError and leaves all as it was.
         numbers: of the generations, which the keeper counts.
+        adoption: what engines may give back before the first load; None where they are not asked.
 
     Attributes:
         failure: cause of the last failed load, empty when the last one succeeded.
@@ -41,6 +43,7 @@ class Loads:
         poll_seconds: float,
         adopt: Callable[[Generation], None],
         numbers: Iterator[int],
+        adoption: Adoption | None = None,
     ):
         self.failure = ""
         self.count = 0
@@ -50,6 +53,7 @@ class Loads:
         self._poll_seconds = poll_seconds
         self._adopt = adopt
         self._numbers = numbers
+        self._adoption = adoption
         self._load: Load | None = None
         self._key: retry_key.Key | None = None
         self._is_asked = True
@@ -65,10 +69,15 @@ class Loads:
         """For `status`."""
         if self._load is not None:
             return self._load.loading()
+        if self._adoption is not None and (waiting := self._adoption.loading()):
+            return waiting
         return Loading("starting", 0, 0, 0.0) if self._is_asked else None
 
     def ask(self) -> bool:
-        """Have the next load begin; False where one runs already."""
+        """Have the next load begin; False where one runs already. Engines are not waited for any longer."""
+        if self._adoption is not None and self._adoption.is_waiting:
+            self._scope.cancel()
+            return True
         if self.is_running:
             return False
         self._is_asked = True
@@ -84,12 +93,17 @@ class Loads:
         self.failure = ""
         return was_running
 
-    def forget_failure(self) -> None:
-        """The weights are there by another way, so nothing is to be tried again."""
+    def not_needed(self) -> None:
+        """The weights are there by another way, so nothing is to be loaded, or tried again."""
         self.failure = ""
+        if self._load is None:
+            self._is_asked = False
 
     async def run(self) -> None:
-        """Load for ever; the first load begins at once."""
+        """Load for ever; the first load begins at once, unless engines have the weights."""
+        if self._adoption is not None:
+            with anyio.CancelScope() as self._scope:
+                await self._adoption.wait()
         while True:
             await self._wait_for_reason()
             with anyio.CancelScope() as self._scope:
@@ -120,6 +134,8 @@ class Loads:
         try:
             self._key = await self._key_now()
             logger.info("load started: %s", self._config)
+            if self._adoption is not None:
+                generation.options = await self._adoption.options()
             child = Child(self._command, {"WEIGHTKEEPER_SOCKET_DIR": self._socket_dir})
             self._load = load = Load(child, generation, self._socket_dir, ProgressLog().tell)
             self._is_asked = False

@@ -1,6 +1,7 @@
 """The loader that an engine uses: keeper → session → mapping → model, or one named cause and the disk."""
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -26,10 +27,12 @@ from weightkeeper.errors import (
 from weightkeeper.guard import ReadOnly
 from weightkeeper.identity import digests
 from weightkeeper.mapping import Mapping, open_mapping
+from weightkeeper.offering import Source
 from weightkeeper.options import Options, default_name, read
 from weightkeeper.phases import Phases, mark
-from weightkeeper.protocol import Report
+from weightkeeper.protocol import Receipt, Report
 from weightkeeper.restore import Bound, bind, check
+from weightkeeper.sockets import SUFFIX
 from weightkeeper.vllm_api import BaseModelLoader, LoadConfig, ModelConfig, VllmConfig
 from weightkeeper.vllm_messages import process_name
 
@@ -99,18 +102,33 @@ class MappedLoader(BaseModelLoader):
         try:
             phases.end("connect")
             checkpoint = open_checkpoint(vllm_api.checkpoint_path(model_config))
-            content = digests(checkpoint, session.receipts())
+            receipts = session.receipts()
+            content = digests(checkpoint, receipts)
             if content.hashed:
                 names = ", ".join(content.hashed)
                 logger.info("weightkeeper: hashed %s: the keeper's receipts do not cover them", names)
             fields = fingerprint.compose(content.by_name, conditions)
             phases.end("fingerprint")
-            mapping = open_mapping(session, fields, self.options.mode, vllm_api.device_ordinal())
+            source = self._source(model_config, rank, receipts) if self.options.mode == "zero_copy" else None
+            mapping = open_mapping(session, fields, self.options.mode, vllm_api.device_ordinal(), source)
             phases.end("map")
             return mapping
         except BaseException:
             session.close()
             raise
+
+    def _source(self, model_config: ModelConfig, rank: int, receipts: tuple[Receipt, ...]) -> Source:
+        path = self.options.socket_path
+        return Source(
+            socket_dir=os.path.dirname(path) if path else self.options.socket_dir,
+            device=os.path.basename(path).removesuffix(SUFFIX) if path else vllm_api.device_name(rank),
+            rank=rank,
+            world_size=vllm_api.model_world_size(),
+            model=model_config.model,
+            receipts=receipts,
+            name=self.name,
+            connect_timeout_s=self.options.connect_timeout_s,
+        )
 
     def _build(
         self, mapping: Mapping, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, phases: Phases
@@ -135,7 +153,7 @@ class MappedLoader(BaseModelLoader):
         except Exception as error:
             mapping.close()
             raise self._failed(error) from error
-        mapping.attach(model, keep=share, release=self.options.release)
+        mapping.attach(model, release=self.options.release)
         self._say(self.options.mode, bound, phases)
         return model.eval()
 
@@ -210,10 +228,9 @@ class MappedLoader(BaseModelLoader):
         mark(process_name(), "map")
         made = publisher.load_and_publish(vllm_config, model_config, prefix, self.options, self.name, phases)
         mark(process_name(), "load")
-        if made.session is not None:
-            weakref.finalize(made.model, made.session.close)
+        weakref.finalize(made.model, made.lease.close)
         made.model.load_weights = self._refuse_weights
-        self._say("published" if made.session is not None else "packed", made.bound, phases)
+        self._say("published" if made.is_taken else "packed", made.bound, phases)
         return made.model.eval()
 
     def _disk(self) -> BaseModelLoader:

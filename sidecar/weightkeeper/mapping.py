@@ -1,48 +1,66 @@
 """A keeper's weights, mapped into this process, together with the lease that goes with them."""
 
-import os
 import weakref
 
 import torch
 from torch import nn
 
 from weightkeeper import memory
-from weightkeeper.client import Session
+from weightkeeper.client import Granted, Session
 from weightkeeper.errors import SlotsError
-from weightkeeper.layout import Layout
+from weightkeeper.frames import close_all
+from weightkeeper.offering import Lease, Source, offer_of
 from weightkeeper.tensors import bytes_of
 
 
 class Mapping:
-    """What one grant gave: the layout, all bytes as one tensor, and the open session.
+    """What one grant gave: the layout, all bytes as one tensor, the open session, and the segments' descriptors.
 
     Attributes:
         whole: uint8; the memory stays mapped while any view of it lives.
         extent: first address and bytes.
+        source: None in copy mode, where the engine needs no keeper afterwards.
     """
 
-    def __init__(self, session: Session, layout: Layout, whole: torch.Tensor, extent: tuple[int, int]):
+    def __init__(
+        self,
+        session: Session,
+        granted: Granted,
+        whole: torch.Tensor,
+        extent: tuple[int, int],
+        source: Source | None,
+    ):
         self.session = session
-        self.layout = layout
+        self.layout = granted.grant.layout
         self.whole = whole
         self.extent = extent
+        self.source = source
+        self._granted = granted
 
-    def attach(self, model: nn.Module, *, keep: bool, release: bool) -> None:
-        """Let the lease last as long as the model; or end it now, and ask for release if wanted (copy mode)."""
+    def attach(self, model: nn.Module, *, release: bool) -> None:
+        """Let the lease last as long as the model, also with the keepers after this one.
+
+        In copy mode, end it now, and ask for release if wanted.
+        """
         del self.whole
-        if keep:
-            weakref.finalize(model, self.session.close)
+        if self.source is not None:
+            lease = Lease(self.session, offer_of(self._granted, self.source))
+            weakref.finalize(model, lease.close)
             return
+        close_all(self._granted.descriptors)
         if release:
             self.session.release()
         self.session.close()
 
     def close(self) -> None:
         """Give the lease back; views that exist stay valid."""
+        close_all(self._granted.descriptors)
         self.session.close()
 
 
-def open_mapping(session: Session, fields: dict[str, str], mode: str, ordinal: int = 0) -> Mapping:
+def open_mapping(
+    session: Session, fields: dict[str, str], mode: str, ordinal: int = 0, source: Source | None = None
+) -> Mapping:
     """Ask for the weights with this fingerprint and map them on the GPU `ordinal` of this process, or in host memory.
 
     Raises:
@@ -53,11 +71,11 @@ def open_mapping(session: Session, fields: dict[str, str], mode: str, ordinal: i
     granted = session.map(fields, mode)
     try:
         region = memory.of_kind(granted.grant.kind, ordinal).map(granted.descriptors, granted.grant.sizes)
-    finally:
-        for descriptor in granted.descriptors:
-            os.close(descriptor)
-    layout = granted.grant.layout
-    if layout.nbytes > region.nbytes:
-        region.close()
-        raise SlotsError(f"the keeper's layout needs {layout.nbytes} bytes and its memory has {region.nbytes}")
-    return Mapping(session, layout, bytes_of(region), (region.address, region.nbytes))
+        layout = granted.grant.layout
+        if layout.nbytes > region.nbytes:
+            region.close()
+            raise SlotsError(f"the keeper's layout needs {layout.nbytes} bytes and its memory has {region.nbytes}")
+    except BaseException:
+        close_all(granted.descriptors)
+        raise
+    return Mapping(session, granted, bytes_of(region), (region.address, region.nbytes), source)

@@ -46,7 +46,7 @@ class KeeperCollector:
         yield GaugeMetricFamily(
             f"{PREFIX}_load_failed", "1 where the last load failed.", value=float(bool(status.failure))
         )
-        if status.held:
+        if status.held and not status.held.adopted_from:
             yield GaugeMetricFamily(
                 f"{PREFIX}_load_duration_seconds", "Of the load that is held.", value=status.held.load_seconds
             )

@@ -22,6 +22,9 @@ and ends the connection.
         Publish, then Segments…  → Done   once for each rank, each on a connection of its own; this rank is verified
                            when all ranks are there, the model is offered and the open connection is this engine's
                            lease on its device; a connection that ends before that takes its rank with it
+                           An engine that outlived a keeper offers what it has mapped to the next one in the same way;
+                           `mapped_at` says so. An offer never takes the place of what a keeper loaded itself. Where
+                           it is the very memory that is held already, the connection is a lease at once.
     loader channel (a socket pair made by the keeper, inherited by its child)
         Hello            → Welcome
         Progress           any number, unanswered
@@ -53,6 +56,9 @@ MAX_SEGMENTS = 4096
 
 FRAME_SECONDS = 10.0
 """From the first to the last byte of one frame, and from connecting to the first message."""
+
+WAITING = "waiting for engines that hold the weights"
+"""Stage of a keeper that gives engines, which outlived the one before, time to offer what they map."""
 
 State = Literal["empty", "loading", "ready", "failed", "released"]
 """Of a keeper: nothing asked yet, a loader runs, weights are held, the last load failed, given back on request."""
@@ -186,6 +192,8 @@ class Publish(Message, frozen=True):
         device: name of the engine socket: a GPU UUID, or `cpu-RANK`.
         rank: of this part, 0 ≤ rank < world_size.
         model: for people: the path or name of the model.
+        mapped_at: of an offer: when this engine mapped it, in seconds since the epoch; of two generations that engines
+            offer, the one that was mapped last is the newer one. 0 for weights that the engine has just loaded.
     """
 
     device: str
@@ -197,6 +205,7 @@ class Publish(Message, frozen=True):
     kind: MemoryKind
     sizes: tuple[int, ...]
     layout: Layout
+    mapped_at: float = 0.0
 
 
 class Failed(Message, frozen=True):
@@ -237,6 +246,7 @@ class Held(msgspec.Struct, frozen=True):
         devices: device → bytes.
         tensors: distinct tensors on all devices.
         load_seconds: from the loader's start, or the first rank that engines published, to the last rank.
+        adopted_from: names of the engines that offered it, having mapped it from a keeper before; empty otherwise.
     """
 
     generation: int
@@ -248,6 +258,7 @@ class Held(msgspec.Struct, frozen=True):
     kind: MemoryKind
     load_seconds: float
     loaded_at: float
+    adopted_from: str = ""
 
 
 class Status(Message, frozen=True):

@@ -1,8 +1,9 @@
 """An engine that has to load from disk anyway gives what it loaded to the keeper, and goes on computing on it."""
 
-import os
+import time
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import nn
 
@@ -17,7 +18,9 @@ from weightkeeper.errors import (
     UnverifiedQuantizationError,
     WeightkeeperError,
 )
+from weightkeeper.frames import close_all
 from weightkeeper.memory import Region
+from weightkeeper.offering import Lease, Offer
 from weightkeeper.options import Options
 from weightkeeper.packed import Packed, load_packed
 from weightkeeper.phases import Phases
@@ -50,13 +53,15 @@ class Published:
     """A model that computes on packed, read-only memory.
 
     Attributes:
-        session: the lease on it, or None where the keeper did not take it.
+        lease: on it; with the next keeper, where the one that is there did not take it.
+        is_taken: whether it did.
         extent: first address and bytes of the memory.
     """
 
     model: nn.Module
     bound: Bound
-    session: Session | None
+    lease: Lease
+    is_taken: bool
     extent: tuple[int, int]
 
 
@@ -97,11 +102,14 @@ def load_and_publish(
         )
         session = _publish(message, descriptors, options, name)
         phases.end("publish")
+    except BaseException:
+        close_all(descriptors)
+        raise
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
         packed.arena.close()
-    return Published(packed.model, bound, session, extent)
+    mapped = msgspec.structs.replace(message, mapped_at=time.time())
+    offer = Offer(options.socket_dir, mapped, descriptors, name, options.connect_timeout_s)
+    return Published(packed.model, bound, Lease(session, offer), session is not None, extent)
 
 
 def _finish(packed: Packed, region: Region, vllm_config: VllmConfig, model_config: ModelConfig) -> Bound:

@@ -149,6 +149,7 @@ class PublishDialogue:
         try:
             if not await _receive(connection, publisher.part):
                 return
+            await self.publishing.check(publisher)
             connection.is_lease = True
             connection.expect(REQUESTS)
             self.publishing.complete(publisher)

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightkeeper import fingerprint
@@ -42,9 +43,14 @@ class Granted:
 
 
 class Store:
-    """At most one generation that is offered, and those before it that engines still map."""
+    """At most one generation that is offered, and those before it that engines still map.
+
+    Attributes:
+        changed: called when what is offered, or who maps it, is another.
+    """
 
     def __init__(self) -> None:
+        self.changed: Callable[[], None] = lambda: None
         self.current: Generation | None = None
         self.fallbacks: dict[str, int] = {}
         self.last_report: Report | None = None
@@ -109,6 +115,7 @@ class Store:
         number = self.current.number
         lease = Lease(name, device, mode, peer.uid, peer.pid, time.time(), number)
         self._leases.append(lease)
+        self.changed()
         logger.info("lease begins: %s", _described(lease))
         return lease
 
@@ -125,6 +132,7 @@ class Store:
         if position is None:
             return
         del self._leases[position]
+        self.changed()
         logger.info("lease ends: %s after %.1f s", _described(lease), time.time() - lease.since)
         if not self._leases_on(lease.generation):
             self._releasing.pop(lease.generation, None)
@@ -177,6 +185,11 @@ class Store:
             size = bytes_text(report.nbytes)
             logger.info("%s: %s, %s in %.0f ms", name, report.mode, size, report.milliseconds)
 
+    def names(self) -> tuple[str, ...]:
+        """Of the engines that compute on what is offered; for people."""
+        leases = self._engines_on(self.current.number) if self.current else []
+        return tuple(lease.name for lease in leases if lease.mode == "zero_copy")
+
     def close(self) -> None:
         if self.current:
             self.current.close()
@@ -192,6 +205,7 @@ class Store:
         held = self.held
         self._drop()
         self.released = True
+        self.changed()
         if held is None:
             return "nothing was held"
         text = f"generation {held.generation}, {bytes_text(held.nbytes)}"

@@ -7,8 +7,9 @@ import shlex
 import anyio
 import click
 
-from weightkeeper import client, command_options, keeper, metrics
+from weightkeeper import adopting, client, command_options, keeper, metrics
 from weightkeeper.sockets import ALLOW_UID
+from weightkeeper.supervisor import options
 
 
 @click.command(name="serve")
@@ -48,6 +49,14 @@ from weightkeeper.sockets import ALLOW_UID
     type=click.FloatRange(min=0, min_open=True),
     help="For a model that engines publish: from its first rank to its last.",
 )
+@click.option(
+    "--adopt-seconds",
+    default=adopting.ADOPT_SECONDS,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="At the start, where engines outlived the keeper before: to wait for the weights that they map, "
+    "before they are loaded. An engine looks for a keeper every 5 s.",
+)
 @command_options.metrics_port
 @command_options.metrics_host
 @click.option("--loader", envvar="WEIGHTKEEPER_LOADER", hidden=True, help="Command in place of our own loader.")
@@ -58,6 +67,7 @@ def command(
     poll_seconds: float,
     takes_publications: bool,
     ranks_seconds: float,
+    adopt_seconds: float,
     metrics_port: int | None,
     metrics_host: str,
     loader: str | None,
@@ -75,6 +85,8 @@ def command(
         poll_seconds=poll_seconds,
         takes_publications=takes_publications,
         ranks_seconds=ranks_seconds,
+        adopt_seconds=adopt_seconds,
+        shaping=options.shaping,
     )
     if metrics_port is not None:
         # A thread asks over the control socket, as `weightkeeper status` does, and so reads nothing half changed.

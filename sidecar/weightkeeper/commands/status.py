@@ -68,8 +68,13 @@ def rows(state: Status, now: float) -> Iterator[tuple[str, str]]:
 def _held(held: Held, now: float) -> str:
     return (
         f"{bytes_text(held.nbytes)} of {held.kind} memory, {held.tensors} tensors, generation {held.generation}, "
-        f"loaded in {held.load_seconds:.1f} s, {seconds_text(now - held.loaded_at)} ago"
+        f"{_origin(held)}, {seconds_text(now - held.loaded_at)} ago"
     )
+
+
+def _origin(held: Held) -> str:
+    """How the keeper came by it: `loaded in 3.2 s`, or `adopted from vllm-a`."""
+    return f"adopted from {held.adopted_from}" if held.adopted_from else f"loaded in {held.load_seconds:.1f} s"
 
 
 def _lease(lease: Lease, now: float) -> str:

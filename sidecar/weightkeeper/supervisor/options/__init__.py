@@ -65,6 +65,15 @@ def effect(option: str, before: Any = None, after: Any = None) -> Effect:
     return ROWS.get(name) or ROWS.get(name.removeprefix("no-")) or UNKNOWN
 
 
+def shaping(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a config file that shape weights, and of our own loader's those that do."""
+    found = {name: value for name, value in values.items() if effect(name, None, value).kind == "weights"}
+    extra = found.get(EXTRA_CONFIG)
+    if isinstance(extra, dict):
+        found[EXTRA_CONFIG] = {key: value for key, value in extra.items() if key not in LOADER_KEYS}
+    return found
+
+
 def _of_loader(changed: Mapping[str, Any] | None) -> Effect:
     if changed is not None and changed and all(key in LOADER_KEYS for key in changed):
         return Effect("reload", "; ".join(dict.fromkeys(LOADER_KEYS[key] for key in sorted(changed))))

@@ -1,0 +1,186 @@
+"""A keeper after another one: weights that engines still compute on are taken from them instead of loaded again.
+
+What is taken is what the keeper before offered, shown by the fingerprints in the note that it left; as long as the
+options of the config file that shape weights are what they were, and the checkpoint's files hold what they held. That
+is as far as a process without vLLM can tell. Seen only by the next engine, as a mismatch that names the field, is what
+the config file does not say: another release of vLLM or torch in the images, variables of the environment, and a
+default or a choice of kernels that follows from either. A load by hand (`weightkeeper load`) then makes them anew.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from weightkeeper import engine_config, fingerprint, note
+from weightkeeper.errors import CheckpointChangedError, CheckpointError, ConfigError, RefusedError, WeightkeeperError
+from weightkeeper.frames import HEADER
+from weightkeeper.holding import Generation, Part
+from weightkeeper.note import Note
+from weightkeeper.protocol import WAITING, Loading, Publish, Receipt, Receipts
+
+ADOPT_SECONDS = 8.0
+"""For engines to offer what they map. They look for a keeper every 5 s at the latest (`offering.LONGEST_PAUSE_S`); what
+is left is for handing over the descriptors of all ranks."""
+
+Shaping = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Options of a config file → those that shape weights."""
+
+logger = logging.getLogger("weightkeeper.keeper")
+
+
+class Adoption:
+    """Whether what engines offer is what the config file asks for; and the waiting for it at a keeper's start.
+
+    Without a config file everything that is well formed is taken, as it is of an engine that has just loaded it.
+
+    Args:
+        config: path of vLLM's config file.
+        left: by the keeper before.
+        seconds: to wait.
+        shaping: picks the options that count.
+
+    Attributes:
+        is_waiting: engines have time to offer, and no load has begun.
+        given_up: called when the waiting ends without them.
+    """
+
+    def __init__(self, config: str | None, left: Note | None, seconds: float, shaping: Shaping):
+        self._config = config
+        self._left = left
+        self._seconds = seconds
+        self._shaping = shaping
+        self._refused: WeightkeeperError | None = None
+        self._changed = anyio.Event()
+        self._checking = anyio.Lock()
+        self._checked: set[bytes] = set()
+        self._is_adopted = False
+        self._since = time.monotonic()
+        self.given_up: Callable[[], None] = lambda: None
+        self.is_waiting = config is not None and left is not None and seconds > 0
+
+    def loading(self) -> Loading | None:
+        """For `status`, while engines are waited for."""
+        return Loading(WAITING, 0, 0, time.monotonic() - self._since) if self.is_waiting else None
+
+    async def wait(self) -> bool:
+        """Give engines time to offer what they map; whether they did. Ends early where it cannot be taken."""
+        if not self.is_waiting:
+            return self._is_adopted
+        try:
+            await anyio.to_thread.run_sync(self._check_options, abandon_on_cancel=True)
+            names = ", ".join(dict.fromkeys(name or "an engine" for name in self._left.engines))
+            logger.info("waiting %g s for engines that hold the weights: %s", self._seconds, names)
+            deadline = self._since + self._seconds
+            while not self._is_adopted and self._refused is None:
+                # a check that has begun in time is waited for: hashing the files anew may take minutes
+                left = deadline - time.monotonic()
+                if left <= 0 and not self._checking.locked():
+                    logger.info("no engine offered the weights in time")
+                    break
+                with anyio.move_on_after(max(left, 0.05)):
+                    await self._changed.wait()
+        except WeightkeeperError as error:
+            logger.info("engines are not waited for: %s", error)
+        finally:
+            self.is_waiting = False
+            if not self._is_adopted:
+                self.given_up()
+        return self._is_adopted
+
+    def admit(self, publish: Publish) -> None:
+        """Refuse what the keeper before did not hold, before its descriptors come.
+
+        Raises:
+            RefusedError: with the cause; so does whatever stood against an offer before.
+        """
+        if self._config is None:
+            return
+        if self._left is None:
+            raise RefusedError("no keeper before this one left word of weights that engines compute on")
+        if self._refused is not None:
+            raise RefusedError(str(self._refused))
+        if self._left.parts.get(publish.device) != fingerprint.digest(publish.fingerprint):
+            raise RefusedError(f"these are not the weights that the keeper before held on {publish.device}")
+        if publish.world_size != len(self._left.parts):
+            raise RefusedError(f"the keeper before held {len(self._left.parts)} rank(s), not {publish.world_size}")
+
+    async def check(self, part: Part) -> None:
+        """Compare the config file and the checkpoint with what these weights were made of; once for all ranks.
+
+        Raises:
+            RefusedError: an option that shapes weights changed.
+            CheckpointChangedError: a file does; and so does CheckpointError.
+        """
+        if self._config is None:
+            return
+        async with self._checking:
+            contents = {name: each for name, each in part.fingerprint.items() if name.startswith(fingerprint.CONTENT)}
+            known = msgspec.json.encode(contents) + part.receipts
+            if known in self._checked:
+                return
+            is_over = threading.Event()
+            try:
+                await anyio.to_thread.run_sync(
+                    self._check_files, contents, part.receipts, is_over, abandon_on_cancel=True
+                )
+            except (CheckpointError, CheckpointChangedError, RefusedError) as error:
+                self._refused = error
+                raise
+            finally:
+                is_over.set()
+                self._changed.set()
+                self._changed = anyio.Event()
+            self._checked.add(known)
+
+    def adopted(self, generation: Generation) -> None:
+        """This generation came of offers and is about to be held."""
+        if self._config is not None and self._left is not None:
+            generation.options = self._left.options
+        self._is_adopted = True
+        self.is_waiting = False
+        self._changed.set()
+
+    async def options(self) -> dict[str, str] | None:
+        """Digests of the config file's options that shape weights; None where there is no file that can be read."""
+        if self._config is None:
+            return None
+        try:
+            return await anyio.to_thread.run_sync(self._options_now, abandon_on_cancel=True)
+        except ConfigError:
+            return None  # whoever needs the file says what is wrong with it
+
+    def _options_now(self) -> dict[str, str]:
+        return note.digests(self._shaping(engine_config.read(self._config)))
+
+    def _check_options(self) -> None:
+        now, then = self._options_now(), self._left.options
+        if changed := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
+            self._refused = RefusedError(f"{self._config}: {', '.join(changed)} changed since these weights were made")
+            raise self._refused
+
+    def _check_files(self, contents: dict[str, str], receipts: bytes, is_over: threading.Event) -> None:
+        """In a thread."""
+        # a keeper that nobody offers anything has no use for these
+        from weightkeeper import identity
+        from weightkeeper.checkpoint import open_checkpoint
+
+        def progress(*_: object) -> None:
+            if is_over.is_set():
+                raise RefusedError("the keeper ends")
+
+        self._check_options()
+        model = engine_config.required(engine_config.read(self._config), "model", self._config)
+        known: tuple[Receipt, ...] = msgspec.json.decode(receipts[HEADER.size :], type=Receipts).files
+        found = identity.digests(open_checkpoint(model), known, progress)
+        now = fingerprint.compose(found.by_name, {})
+        if differences := fingerprint.differences(contents, now):
+            names = ", ".join(each.field.removeprefix(fingerprint.CONTENT) for each in differences)
+            raise CheckpointChangedError(f"{model}: other files than these weights were made of: {names}")
+        if found.hashed:
+            logger.info("hashed %s: their receipts do not cover them", ", ".join(found.hashed))
