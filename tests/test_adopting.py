@@ -6,12 +6,14 @@ import os
 import re
 import signal
 import struct
+import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from adopting_engine import engine
-from keepers import KeeperProcess, connected, links_of, settled_descriptors, wait_for
+from adopting_engine import engine, mapping
+from keepers import KeeperProcess, connected, descriptors_of, links_of, settled_descriptors, wait_for
 from publishing_engine import publish, weights
 
 from weightkeeper import client, note
@@ -442,11 +444,11 @@ def test_ten_keepers_one_after_the_other_leave_nothing_behind(stand):
 
 def test_an_engine_that_is_killed_while_the_keeper_changes_leaves_a_note_and_nothing_else(stand):
     """At another moment each time: whatever became of it, the next keeper has one copy and no lease."""
-    for pause in (0.0, 0.05, 0.1, 0.15, 0.2, 0.3):
-        stand.loaded() if stand.keeper.process is None or stand.keeper.process.poll() is not None else None
+    stand.loaded()
+    for moment in ("", "answers on", "waiting 3600 s", "adopted: ", "lease begins"):
         with stand.engine() as first:
             stand.replace()
-            time.sleep(pause)  # the moments at which it is killed, nothing is waited for
+            stand.keeper.wait_for_text(moment)
             first.kill()
         wait_for(lambda: (now := stand.keeper.status()) and not now.leases, "no lease")
         state = stand.keeper.status()
@@ -526,6 +528,41 @@ def test_an_engines_own_copy_is_not_passed_off_as_what_is_held(tmp_path):
             assert stand.inodes() == {second.inode}
     finally:
         stand.keeper.kill()
+
+
+# --- the engine's end
+
+
+@pytest.mark.parametrize("is_alone", [False, True], ids=["with its keeper", "while there is none"])
+def test_a_lease_that_is_closed_lets_everything_go(stand, is_alone):
+    """Its thread, the descriptors and the connection; whoever closes it does not wait."""
+    stand.loaded()
+    before, threads = descriptors_of(), threading.active_count()
+    lease, _ = mapping(stand.keeper.socket_dir, "here", 0, {})
+    assert (descriptors_of() > before, threading.active_count()) == (True, threads + 1)
+    if is_alone:
+        stand.keeper.kill()
+    lease.close()
+    lease.close()
+    wait_for(lambda: (descriptors_of(), threading.active_count()) == (before, threads), "the end of the lease")
+    if not is_alone:
+        wait_for(lambda: stand.keeper.status().leases == (), "the end in the keeper")
+
+
+def test_what_an_engine_keeps_does_not_go_to_its_children(stand):
+    """Close-on-exec: a program that the engine starts has none of it."""
+    stand.loaded()
+    lease, inode = mapping(stand.keeper.socket_dir, "here", 0, {})
+    try:
+        assert inodes(os.getpid()) == {inode}
+        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+        try:
+            assert inodes(child.pid) == set()
+        finally:
+            child.kill()
+            child.wait()
+    finally:
+        lease.close()
 
 
 # --- GPU memory, as far as a keeper sees it: open files of a device

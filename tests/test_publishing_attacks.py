@@ -16,6 +16,7 @@ from publishing_engine import engine, publish, send_segments, weights
 from weightkeeper import client
 from weightkeeper.errors import LostError, RefusedError
 from weightkeeper.frames import HEADER, encode
+from weightkeeper.offering import Source, offer_of
 from weightkeeper.protocol import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
@@ -315,6 +316,55 @@ def test_parts_that_wait_for_ever_cannot_take_all_descriptors(one):
         assert answer.code == "refused"
         assert "1400 segments on cpu-7 besides 2800 of other engines that are not complete yet" in answer.message
         assert served(one)
+
+
+OFFERS = {
+    "other weights": ({"fingerprint": {"dtype": "x"}}, {}, "refused", "the keeper holds other weights by now"),
+    "other weights, mapped in a far future": (
+        {"fingerprint": {"dtype": "x"}}, {"mapped_at": 1e12}, "refused", "the keeper holds other weights by now",
+    ),
+    "its own memory as what is held": ({}, {}, "already_held", "are already held on cpu-0 by another engine's copy"),
+    "less memory than is held": ({"nbytes": 4096}, {}, "already_held", "are already held on cpu-0 by another engine's"),
+    "two segments for one": ({"segments": 2}, {}, "already_held", "are already held on cpu-0 by another engine's copy"),
+    "mapped before time": ({}, {"mapped_at": -1.0}, "protocol", "was mapped at -1.0, which cannot be"),
+    "mapped never": ({}, {"mapped_at": 1e300}, "protocol", "was mapped at 1e+300, which cannot be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFFERS)
+def test_what_an_engine_says_that_it_mapped_replaces_nothing_and_passes_for_nothing(one, name):
+    """An offer has all its segments looked at before it is believed, and none of them stays."""
+    plan, changes, code, words = OFFERS[name]
+    with (
+        weights(**({"fingerprint": HELD, "changes": {"mapped_at": 1.0} | changes} | plan)) as (message, descriptors),
+        connected(f"{one.socket_dir}/publish.sock", "engine", "attacker") as channel,
+    ):
+        channel.send(message)
+        with contextlib.suppress(LostError):
+            send_segments(channel, descriptors)
+        answer = channel.receive().message
+        assert (answer.code, words in answer.message) == (code, True), answer
+
+
+def test_held_memory_can_be_offered_over_and_over_and_is_held_once(one):
+    """Each time it is a lease, with a pipe among its segments it is none; the keeper's descriptors stay as many."""
+    with client.open_session(one.socket_dir, "cpu-0") as session:
+        granted = session.map(HELD, "zero_copy")
+    message = weights_message(granted)
+    for _ in range(20):
+        with client.publish(one.socket_dir, message, granted.descriptors, name="again"):
+            assert [lease.name for lease in one.status().leases if lease.name] == ["again"]
+        wait_for(lambda: one.status().leases == (), "the end of the lease")
+    pipe = os.pipe()
+    with pytest.raises(RefusedError, match="expected sealed shared memory"):
+        client.publish(one.socket_dir, message, pipe[:1])
+    for each in (*pipe, *granted.descriptors):
+        os.close(each)
+
+
+def weights_message(granted):
+    """What an engine would say of it."""
+    return offer_of(granted, Source("", "cpu-0", 0, 1, "/models/tiny", (), "", 1.0)).message
 
 
 def test_names_cannot_forge_log_lines_or_grow_without_bound(one):

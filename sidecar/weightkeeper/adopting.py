@@ -18,7 +18,14 @@ import anyio.to_thread
 import msgspec
 
 from weightkeeper import engine_config, fingerprint, note
-from weightkeeper.errors import CheckpointChangedError, CheckpointError, ConfigError, RefusedError, WeightkeeperError
+from weightkeeper.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    ConfigError,
+    RefusedError,
+    StillLoadingError,
+    WeightkeeperError,
+)
 from weightkeeper.frames import HEADER
 from weightkeeper.holding import Generation, Part
 from weightkeeper.note import Note
@@ -93,6 +100,10 @@ class Adoption:
                 self.given_up()
         return self._is_adopted
 
+    def end_waiting(self) -> None:
+        """From now on nothing is taken before a load has ended."""
+        self.is_waiting = False
+
     def admit(self, publish: Publish) -> None:
         """Refuse what the keeper before did not hold, before its descriptors come.
 
@@ -116,6 +127,7 @@ class Adoption:
         Raises:
             RefusedError: an option that shapes weights changed.
             CheckpointChangedError: a file does; and so does CheckpointError.
+            StillLoadingError: the time for this is over.
         """
         if self._config is None:
             return
@@ -124,6 +136,8 @@ class Adoption:
             known = msgspec.json.encode(contents) + part.receipts
             if known in self._checked:
                 return
+            if self.is_waiting and time.monotonic() > self._since + self._seconds:
+                raise StillLoadingError("engines were waited for long enough: the keeper loads by itself")
             is_over = threading.Event()
             try:
                 await anyio.to_thread.run_sync(

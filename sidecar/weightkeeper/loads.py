@@ -76,6 +76,7 @@ class Loads:
     def ask(self) -> bool:
         """Have the next load begin; False where one runs already. Engines are not waited for any longer."""
         if self._adoption is not None and self._adoption.is_waiting:
+            self._adoption.end_waiting()
             self._scope.cancel()
             return True
         if self.is_running:

@@ -23,6 +23,7 @@ from weightkeeper.errors import (
     LostError,
     NoSocketError,
     ProtocolError,
+    SocketPathError,
     StillLoadingError,
     TimeLimitError,
     WeightkeeperError,
@@ -94,7 +95,7 @@ class Offer:
         """Which keeper's publish socket is there, dead or alive; None where there is none."""
         try:
             state = os.lstat(publish_path(self.socket_dir))
-        except OSError:
+        except (OSError, SocketPathError):
             return None
         return state.st_dev, state.st_ino, state.st_ctime_ns
 

@@ -301,7 +301,7 @@ def test_killed_launcher_ends_the_container_and_docker_starts_it_again(project: 
 
 
 def test_killed_keeper_leaves_the_engine_running_and_takes_over_its_old_socket(project: Project, engine):
-    """G10: the engine computes on; the new keeper takes over the dead socket in one line and loads again."""
+    """G10: the engine computes on; the new keeper takes over the dead socket in one line, and the weights from it."""
     before = project.identity("sidecar")
     project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
     until("the sidecar was started again", lambda: project.identity("sidecar") != before, 60)
@@ -310,17 +310,20 @@ def test_killed_keeper_leaves_the_engine_running_and_takes_over_its_old_socket(p
     until("the sidecar is healthy", lambda: project.health("sidecar") == "healthy", 60)
     assert project.server() == engine and "Paris" in project.answer()
     assert project.log("sidecar").count("took over") == 1
+    status = project.status()
+    assert (status["loads"], len(status["leases"])) == (0, 1) and status["held"]["adopted_from"]
 
 
 def test_keeper_killed_while_loading_is_waited_for(project: Project, engine):
     """G01: nothing of the killed load counts; an engine that starts meanwhile waits for the new one and maps it."""
+    project.compose("stop", "engine")  # which would give the next keeper the weights
     before = project.identity("sidecar")
     project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
     until("the keeper loads", lambda: project.identity("sidecar") != before and project.keeper_state() == "loading", 60)
     loading = project.identity("sidecar")
     project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
     until("the sidecar was started once more", lambda: project.identity("sidecar") != loading, 60)
-    project.compose("restart", "engine")
+    project.compose("start", "engine")
     project.wait_for_new_engine(engine)
     assert project.mapped_bytes() >= MODEL_BYTES
     assert project.status()["loads"] == 1

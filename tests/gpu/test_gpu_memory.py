@@ -28,6 +28,7 @@ from weightkeeper.doctor_report import Report  # noqa: E402
 from weightkeeper.errors import MemoryKindError  # noqa: E402
 from weightkeeper.memory import cuda_devices, cuda_vmm  # noqa: E402
 from weightkeeper.memory.cuda_vmm import CudaMemory  # noqa: E402
+from weightkeeper.memory.sameness import is_same  # noqa: E402
 from weightkeeper.restore import bind  # noqa: E402
 from weightkeeper.tensors import bytes_of  # noqa: E402
 
@@ -109,6 +110,20 @@ def test_memory_outlives_its_maker(driver):
     whole = bytes_of(CudaMemory(driver).map(descriptors, arena.sizes))
     close(descriptors)
     assert int(whole[99]) == 99
+
+
+def test_copies_of_a_descriptor_are_known_as_the_same_memory(driver):
+    """By the open file, which the driver makes one of for each export; other memory of the same GPU is other memory."""
+    unit = driver.granularity
+    (one, descriptors), (other, others) = filled(driver, 9 * unit), filled(driver, 9 * unit)
+    copies = [os.dup(each) for each in descriptors]
+    assert len(copies) == 3
+    assert is_same("cuda-vmm", descriptors, copies)
+    assert not is_same("cuda-vmm", descriptors, others)
+    assert not is_same("cuda-vmm", descriptors, copies[::-1])
+    close([*descriptors, *others, *copies])
+    one.close()
+    other.close()
 
 
 def test_nothing_is_left_after_closing(driver):

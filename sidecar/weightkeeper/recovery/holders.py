@@ -153,6 +153,7 @@ class Keeper(Holder):
         config = directory / "keeper.yaml"
         config.write_text(yaml.safe_dump(options))
         command = [sys.executable, "-m", "weightkeeper.cli", "serve", "--socket-dir", str(sockets)]
+        command += ["--adopt-seconds", "0"]  # what is measured is a load, also beside an engine that outlived a keeper
         super().__init__([*command, "--config", str(config)], sockets, directory / "keeper.log", gpus)
 
     def status(self) -> Status:
