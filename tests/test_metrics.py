@@ -5,6 +5,7 @@ import subprocess
 import sys
 import urllib.request
 
+import msgspec
 import pytest
 
 pytest.importorskip("prometheus_client")
@@ -49,6 +50,16 @@ def test_what_a_keeper_holds_and_who_maps_it():
     assert {name[1]: value for name, value in found.items() if name[0] == "weightkeeper_keeper_state"} == {
         "empty": 0, "loading": 0, "ready": 1, "failed": 0, "released": 0,
     }  # fmt: skip
+
+
+def test_adopted_weights_took_no_load():
+    """A duration of nothing would be taken for a fast one."""
+    adopted = msgspec.structs.replace(HELD, adopted_from="vllm-a")
+    for held, count in ((HELD, 1), (adopted, 0)):
+        status = Status("ready", "0", 1, 0.0, "", 1, held=held)
+        names = [family.name for family in metrics.KeeperCollector(lambda status=status: status).collect()]
+        assert names.count("weightkeeper_load_duration_seconds") == count
+        assert names.count("weightkeeper_weights_bytes") == 1
 
 
 def test_an_empty_keeper_has_metrics_too():

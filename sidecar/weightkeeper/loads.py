@@ -104,7 +104,10 @@ class Loads:
         """Load for ever; the first load begins at once, unless engines have the weights."""
         if self._adoption is not None:
             with anyio.CancelScope() as self._scope:
-                await self._adoption.wait()
+                try:
+                    await self._adoption.wait()
+                except Exception:  # whatever breaks here, the weights can be loaded
+                    logger.exception("waiting for engines broke on a fault of the keeper's own")
         while True:
             await self._wait_for_reason()
             with anyio.CancelScope() as self._scope:

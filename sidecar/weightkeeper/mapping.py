@@ -19,6 +19,8 @@ class Mapping:
     Attributes:
         whole: uint8; the memory stays mapped while any view of it lives.
         extent: first address and bytes.
+
+    Args:
         source: None in copy mode, where the engine needs no keeper afterwards.
     """
 
@@ -34,8 +36,8 @@ class Mapping:
         self.layout = granted.grant.layout
         self.whole = whole
         self.extent = extent
-        self.source = source
         self._granted = granted
+        self._lease = None if source is None else Lease(session, offer_of(granted, source))
 
     def attach(self, model: nn.Module, *, release: bool) -> None:
         """Let the lease last as long as the model, also with the keepers after this one.
@@ -43,17 +45,20 @@ class Mapping:
         In copy mode, end it now, and ask for release if wanted.
         """
         del self.whole
-        if self.source is not None:
-            lease = Lease(self.session, offer_of(self._granted, self.source))
-            weakref.finalize(model, lease.close)
+        if self._lease is not None:
+            weakref.finalize(model, self._lease.close)
             return
-        close_all(self._granted.descriptors)
-        if release:
-            self.session.release()
-        self.session.close()
+        try:
+            if release:
+                self.session.release()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Give the lease back; views that exist stay valid."""
+        if self._lease is not None:
+            self._lease.close()
+            return
         close_all(self._granted.descriptors)
         self.session.close()
 

@@ -76,7 +76,7 @@ def write(directory: str, note: Note | None) -> None:
         with open(os.open(unborn, flags, 0o600), "wb") as file:
             file.write(msgspec.json.encode(note))
         os.rename(unborn, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s: not written, so a keeper after this one will not wait for engines: %s", path, error)
 
 

@@ -12,6 +12,7 @@ engine's goes through a descriptor: what it computes on stays mapped read-only. 
 import contextlib
 import logging
 import os
+import queue
 import threading
 from dataclasses import dataclass
 
@@ -148,23 +149,28 @@ class Lease:
         self._offer = offer
         self._keeper = offer.keeper()
         self._refused_by = None if session else self._keeper
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="weightkeeper lease", daemon=True).start()
 
     def close(self) -> None:
-        """End it. The keeper sees it at once; the thread lets go of the descriptors."""
-        self._is_over.set()
+        """End it. The keeper sees it at once; the thread lets go of the descriptors.
+
+        Takes no lock: it may be called by the garbage collector, in any thread and also in this lease's own.
+        """
+        self._is_over = True
+        self._wake.put(None)
         if session := self._session:
             session.shutdown()
 
     def _run(self) -> None:
         try:
-            while not self._is_over.is_set():
+            while not self._is_over:
                 if self._session is None:
                     self._find_keeper()
                     continue
                 error = self._session.wait_for_end()
-                if not self._is_over.is_set():
+                if not self._is_over:
                     self._session.close()
                     self._session = None
                     self._lost(error)
@@ -191,7 +197,10 @@ class Lease:
     def _find_keeper(self) -> None:
         """Return when one took the weights, or when this lease is over."""
         pause = FIRST_PAUSE_S
-        while self._session is None and not self._is_over.wait(pause):
+        while self._session is None and not self._is_over:
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=pause)
+                return
             pause = min(2 * pause, LONGEST_PAUSE_S)
             self._keeper = self._offer.keeper()
             if self._keeper is None or self._keeper == self._refused_by:
@@ -206,7 +215,7 @@ class Lease:
         channel, message = self._offer.dial(), self._offer.message
         self._session = Session(channel)  # from here on `close` can end what goes on
         try:
-            if not self._is_over.is_set():
+            if not self._is_over:
                 hand_over(channel, message, self._offer.descriptors, ANSWER_S)
         except BaseException:
             self._session = None
