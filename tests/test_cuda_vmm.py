@@ -1,5 +1,6 @@
 """GPU memory through a stand-in for the driver's calls; tests/gpu has the same rules on a real GPU."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,12 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cuda import GRANULARITY, CUresult, FakeCuda
+from keepers import KeeperProcess, wait_for
 from torch import nn
 
+from weightkeeper import client, mapping
 from weightkeeper.capture import pack
 from weightkeeper.errors import MemoryKindError
+from weightkeeper.layout import Layout, Tensor
 from weightkeeper.memory import cuda_vmm
 from weightkeeper.memory.cuda_vmm import CudaMemory, Driver
+from weightkeeper.offering import Source
+from weightkeeper.protocol import Publish
 from weightkeeper.restore import bind
 from weightkeeper.tensors import bytes_of
 
@@ -146,6 +152,61 @@ def test_a_model_goes_through_gpu_memory_and_comes_back(cuda):
     bind(again, layout, bytes_of(region), share=True)
     assert torch.equal(again.weight, expected)
     assert region.address <= again.weight.data_ptr() < region.address + region.nbytes
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    """A keeper that takes the stand-in's memory for a GPU's."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from weightkeeper.memory import cuda_vmm\n"
+        "cuda_vmm.check_descriptor = lambda descriptor, nbytes: None\n"
+        "from weightkeeper.cli import main\n"
+        "main()\n"
+    )
+    running = KeeperProcess(tmp_path, program=(str(program),)).start(with_config=False)
+    running.wait_for_state("empty")
+    yield running
+    running.kill()
+
+
+def test_a_mapping_and_its_memory_outlive_the_keeper(cuda, keeper, monkeypatch):
+    """Published, mapped by an engine, offered by it to the next keepers, and mapped from those: one memory."""
+    nbytes = 9 * GRANULARITY
+    arena, descriptors = filled(cuda, nbytes)
+    monkeypatch.setattr(mapping.memory, "of_kind", lambda kind, ordinal: memory(cuda))
+    layout = Layout((Tensor("w", "parameter", "uint8", (nbytes,), (1,), 0),), {}, {}, nbytes)
+    message = Publish("GPU-a", 0, 1, "m", {"dtype": "x"}, (), "cuda-vmm", arena.sizes, layout)
+    client.publish(keeper.socket_dir, message, descriptors).close()
+    arena.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    model, before = nn.Module(), None
+    source = Source(keeper.socket_dir, "GPU-a", 0, 1, "m", (), "vllm-a", 30.0)
+    for number in range(3):
+        with client.open_session(keeper.socket_dir, "GPU-a") as session:
+            looked = mapping.open_mapping(session, {"dtype": "x"}, "copy")
+            assert torch.equal(looked.whole[:nbytes], torch.arange(nbytes, dtype=torch.int64).to(torch.uint8))
+            looked.close()
+        if number == 0:
+            session = client.open_session(keeper.socket_dir, "GPU-a", name="vllm-a")
+            mapping.open_mapping(session, {"dtype": "x"}, "zero_copy", source=source).attach(model, release=False)
+            before = memory_of(keeper)
+        assert memory_of(keeper) == before
+        assert len(before) == 3
+        keeper.kill()
+        keeper.start(with_config=False)
+        wait_for(lambda: (now := keeper.status()) and now.held and now.leases, "the adoption")
+        assert keeper.status().held.adopted_from == "vllm-a"
+    del model
+    gc.collect()
+    wait_for(lambda: keeper.status().leases == (), "the end of the lease with the model")
+
+
+def memory_of(keeper) -> list[int]:
+    """Inodes of the stand-in's memory that a keeper holds."""
+    links = Path(f"/proc/{keeper.process.pid}/fd").iterdir()
+    return sorted(link.stat().st_ino for link in links if link.exists() and "fake GPU" in os.readlink(link))
 
 
 def test_a_write_through_a_mapping_ends_the_writer():
