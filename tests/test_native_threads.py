@@ -38,8 +38,12 @@ def test_a_thread_of_a_library_is_named_with_the_library_it_waits_in():
     reaper, worker = native.split("; ")
     assert reaper.startswith("ZMQbg/Reaper in libzmq")
     assert worker.startswith("ZMQbg/IO/0 in libzmq")
-    assert unfit.startswith("the imports left 3 threads running, and a fork keeps only one (besides it: ZMQbg/Reaper in")
-    assert more.startswith("2 the imports left 4 threads running, and a fork keeps only one (besides it: ours of Python, ")
+    assert unfit.startswith(
+        "the imports left 3 threads running, and a fork keeps only one (besides it: ZMQbg/Reaper in"
+    )
+    assert more.startswith(
+        "2 the imports left 4 threads running, and a fork keeps only one (besides it: ours of Python, "
+    )
 
 
 @pytest.mark.parametrize("names", ["ZMQbg/Reaper, ZMQbg/IO/0", "libzmq*"])
