@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import weight_holders
-from gpu_engines import GIGABYTES, Keeper, Models, mapped, on, start, used
+from gpu_engines import GIGABYTES, Keeper, Models, children, mapped, on, start, used
 from gpu_machine import REHEARSING, WHY_NOT
 from keepers import descriptors_of, wait_for
 
@@ -30,7 +29,7 @@ class Adopted:
         self.keeper = Keeper(model)
         try:
             self.held = self.keeper.wait("ready").held
-            wait_for(lambda: not weight_holders.children(self.keeper.pid), "the loader's end", 60)
+            wait_for(lambda: not children(self.keeper.pid), "the loader's end", 60)
             with start(model, hold=True, **on(self.keeper)) as one, start(model, hold=True, **on(self.keeper)) as other:
                 self.answers = [one.answer()]
                 other.answer()
