@@ -9,12 +9,15 @@ import pytest
 pytest.importorskip("zmq")
 
 SCRIPT = """
-import threading, zmq
+import threading, time, zmq
 from weightkeeper.launcher import warming
 from weightkeeper.launcher.native_threads import native_threads
 print(warming.unfit())
 context = zmq.Context()
 one = context.socket(zmq.PAIR)
+deadline = time.monotonic() + 30
+while not all("ZMQbg" in each.name and each.library for each in native_threads()) and time.monotonic() < deadline:
+    time.sleep(0.05)  # one that has just begun has no name yet, and does not wait
 print(*native_threads(), sep="; ")
 print(warming.unfit())
 threading.Thread(target=threading.Event().wait, name="ours", daemon=True).start()
