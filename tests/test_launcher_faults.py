@@ -1,5 +1,7 @@
 """The launcher under faults of its surroundings: none of them ends a good server, or the launcher."""
 
+import dataclasses
+import errno
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +20,11 @@ from keepers import descriptors_of, wait_for
 from launchers import LauncherProcess, launcher
 
 from weightkeeper.errors import ConfigError
-from weightkeeper.launcher import arguments, client, environment
+from weightkeeper.launcher import arguments, client, environment, processes, stamp, sweeping
 from weightkeeper.launcher.checking import MAX_REASON_BYTES, cut
 from weightkeeper.launcher.history import EngineHistory
+from weightkeeper.launcher.reaping import Reaper
+from weightkeeper.launcher.tree import Tree
 
 BOMB = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
 
@@ -322,3 +327,80 @@ def test_a_signal_after_the_end_is_decided_changes_nothing():
     )
     path = os.pathsep.join(each for each in sys.path if each)
     assert subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}).returncode == 7
+
+
+@pytest.fixture
+def sleeper():
+    """A process that would sleep for a minute, and has no number."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def seen_once(monkeypatch: pytest.MonkeyPatch, found: processes.Process) -> None:
+    """The first look at the numbers finds a process that need not be there any more, the later ones nothing."""
+    looks = iter([[found]])
+    monkeypatch.setattr(stamp, "bearers", lambda first: next(looks, []))
+
+
+@pytest.mark.parametrize("lack", [None, errno.ENOSYS, errno.EPERM])
+def test_the_sweep_kills_what_has_a_number(monkeypatch, sleeper, lack):
+    """Also where the kernel or its filter has no pidfd."""
+
+    def pidfd_open(pid: int) -> int:
+        raise OSError(lack, os.strerror(lack))
+
+    if lack is not None:
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    first = stamp.new()
+    stamp.put(sleeper.pid, first + 1)
+    swept = sweeping.sweep(first, 10)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert [each.partition(" (")[0] for each in swept.killed] == [f"pid {sleeper.pid}"] and not swept.left
+
+
+@pytest.mark.parametrize(("ticks", "number"), [(-1, 1), (0, None)], ids=["start", "number"])
+def test_the_sweep_spares_who_has_got_the_pid_of_one_that_ended(monkeypatch, sleeper, ticks, number):
+    """Told by its start, and within the same tick by its number."""
+    first = stamp.new()
+    if number is not None:
+        stamp.put(sleeper.pid, first + number)
+    now = processes.process(sleeper.pid)
+    seen_once(monkeypatch, dataclasses.replace(now, started=now.started + ticks))
+    assert sweeping.sweep(first, 10) == sweeping.Swept([], [])
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.5)
+
+
+def test_the_tree_spares_who_has_got_the_pid_of_one_that_ended(monkeypatch, sleeper):
+    """Neither killed nor taken for a part of the server."""
+    now = processes.process(sleeper.pid)
+    stale = dataclasses.replace(now, started=now.started - 1)
+    monkeypatch.setattr(processes, "table", lambda: {sleeper.pid: stale})
+    tree = Tree(sleeper.pid, stamp.new(), Reaper())
+    tree.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.5)
+
+
+def test_what_may_not_be_killed_is_looked_for_less_and_less_often(monkeypatch, sleeper):
+    """Until it is named as left: every hundredth of a second would cost half a core."""
+    first, looks, clock = stamp.new(), [], [0.0]
+    stamp.put(sleeper.pid, first + 1)
+    found = processes.process(sleeper.pid)
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "not yours")
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(stamp, "bearers", lambda first: looks.append(first) or [found])
+    monkeypatch.setattr(signal, "pidfd_send_signal", forbidden)
+    monkeypatch.setattr(os, "kill", forbidden)
+    monkeypatch.setattr(sweeping, "time", types.SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    swept = sweeping.sweep(first, 10)
+    monkeypatch.undo()
+    assert (swept.killed, swept.left) == ([], [str(found)])
+    assert len(looks) < 400

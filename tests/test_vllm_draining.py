@@ -16,6 +16,12 @@ from keepers import wait_for
 from weightkeeper import vllm_draining
 
 uvicorn = pytest.importorskip("uvicorn", reason="it comes with vLLM")
+pytest.importorskip("websockets", reason="it comes with vLLM")
+from websockets.exceptions import ConnectionClosed  # noqa: E402
+from websockets.sync.client import ClientConnection as WebSocket  # noqa: E402
+from websockets.sync.client import connect  # noqa: E402
+
+CLOSE_FRAME = b"\x88\x82\0\0\0\0\x03\xe8"
 
 
 class Engine:
@@ -35,21 +41,42 @@ class Served:
     Attributes:
         let_go: requests of /slow are answered once it is set.
         asked: paths.
+        errors: that ended the server.
     """
 
     def __init__(self, listener: socket.socket, name: str, engine: Engine):
         self.let_go = threading.Event()
         self.asked: list[str] = []
+        self.errors: list[BaseException] = []
         self._name, self._engine = name, engine
         self.server = uvicorn.Server(
             uvicorn.Config(self._answer, interface="asgi3", log_level="critical", lifespan="off")
         )
-        self._thread = threading.Thread(target=lambda: self.server.run(sockets=[listener]), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(listener,), daemon=True)
         self._thread.start()
         wait_for(lambda: self.server.started, "the server")
 
+    def _run(self, listener: socket.socket) -> None:
+        try:
+            self.server.run(sockets=[listener])
+        except BaseException as error:
+            self.errors.append(error)
+
+    async def _talk(self, scope: dict, receive, send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        while scope["path"] == "/flood":
+            await send({"type": "websocket.send", "bytes": b"x" * 65536})
+        while not self.let_go.is_set():
+            await asyncio.sleep(0.005)
+        assert not self._engine.stopped
+        await send({"type": "websocket.send", "text": self._name})
+        await send({"type": "websocket.close"})
+
     async def _answer(self, scope: dict, receive, send) -> None:
         self.asked.append(scope["path"])
+        if scope["type"] == "websocket":
+            return await self._talk(scope, receive, send)
         await send({"type": "http.response.start", "status": 200, "headers": []}) if scope[
             "path"
         ] == "/stream" else None
@@ -104,8 +131,27 @@ class Stand:
     def slow_client(self) -> http.client.HTTPConnection:
         """One whose request is there and not answered yet."""
         slow = self.client("/slow")
-        wait_for(lambda: self.served.asked == ["/slow"], "the request")
+        wait_for(lambda: "/slow" in self.served.asked, "the request")
         return slow
+
+    def web_socket(self, path: str) -> WebSocket:
+        """One that has been accepted."""
+        host, port = self.listener.getsockname()
+        return self.stack.enter_context(connect(f"ws://{host}:{port}{path}", open_timeout=10, proxy=None))
+
+    def full_web_socket(self) -> socket.socket:
+        """One whose client reads nothing of the many words that it gets."""
+        client = self.stack.enter_context(socket.create_connection(self.listener.getsockname()))
+        client.sendall(
+            b"GET /flood HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        wait_for(self._is_full, "a full buffer")
+        return client
+
+    def _is_full(self) -> bool:
+        connections = list(self.served.server.server_state.connections)
+        return any(each.transport.get_write_buffer_size() > 0 for each in connections)
 
     def until_it_accepts_no_more(self) -> None:
         wait_for(lambda: not self.served.server.servers[0].is_serving(), "the end of accepting")
@@ -213,3 +259,102 @@ def test_a_loop_that_is_over_does_not_keep_the_engine_from_stopping(monkeypatch,
             pass
         assert stand.engine.stopped
     assert "weightkeeper: requests cannot be waited for: RuntimeError('Event loop is closed')" in caplog.text
+
+
+def test_a_web_socket_in_flight_is_answered_whole(monkeypatch):
+    """As a request is; it keeps its connection for as long as its talk goes on."""
+    with serving(monkeypatch, 10) as stand:
+        talk = stand.web_socket("/talk")
+        with stopping(stand.engine):
+            stand.until_it_accepts_no_more()
+            assert not stand.engine.stopped
+            stand.served.let_go.set()
+            assert talk.recv(10) == "old"
+        assert stand.engine.stopped
+
+
+def test_a_web_socket_that_does_not_end_in_time_is_told(monkeypatch):
+    """By code 1012, service restart."""
+    with serving(monkeypatch, 0.05) as stand:
+        talk = stand.web_socket("/talk")
+        with stopping(stand.engine), pytest.raises(ConnectionClosed) as closed:
+            talk.recv(10)
+        assert closed.value.rcvd.code == 1012
+        assert stand.engine.stopped
+
+
+@pytest.mark.parametrize("has_closed", [False, True])
+def test_a_web_socket_that_nobody_reads_costs_the_others_nothing(monkeypatch, caplog, has_closed):
+    """Neither their time nor the server its orderly end, also where its client has said that it goes."""
+    with serving(monkeypatch, 2) as stand:
+        client = stand.full_web_socket()
+        if has_closed:
+            client.sendall(CLOSE_FRAME)
+        slow = stand.slow_client()
+        with stopping(stand.engine):
+            stand.until_it_accepts_no_more()
+            stand.served.let_go.set()
+            assert answer_of(slow) == (200, b"old", "close")
+        assert stand.engine.stopped
+        stand.served.end()
+        assert not stand.served.errors
+    assert "1 requests had no whole answer after 2 s" in caplog.text
+    assert "cannot be waited for" not in caplog.text
+
+
+def test_what_one_connection_raises_costs_the_others_nothing(monkeypatch, caplog):
+    """It is said, and they are closed all the same."""
+
+    def broken() -> None:
+        raise ValueError("broken")
+
+    with serving(monkeypatch, 10) as stand:
+        clients = [stand.client() for _ in range(3)]
+        assert [ask(each)[0] for each in clients] == [200] * 3
+        first = next(iter(stand.served.server.server_state.connections))
+        first.shutdown = broken
+        with stopping(stand.engine):
+            pass
+        wait_for(lambda: stand.served.server.server_state.connections == {first}, "the end of the others")
+        del first.shutdown
+    assert "weightkeeper: a connection cannot be shut down: ValueError('broken')" in caplog.text
+
+
+def test_what_goes_wrong_in_the_server_s_thread_is_heard_at_once(monkeypatch, caplog):
+    """The drain is given up with its reason, and the engine stops."""
+    with serving(monkeypatch, 10) as stand:
+        with monkeypatch.context() as wrong:
+            wrong.setattr(stand.served.server, "server_state", None)
+            with stopping(stand.engine):
+                pass
+        assert stand.engine.stopped
+    assert "requests cannot be waited for: AttributeError" in caplog.text
+
+
+def test_the_engine_s_end_while_the_server_starts_waits_for_nothing(monkeypatch, caplog):
+    """There is nothing yet that could be asked."""
+    starting, end = threading.Event(), threading.Event()
+
+    async def application(scope: dict, receive, send) -> None:
+        starting.set()
+        while not end.is_set():
+            await asyncio.sleep(0.005)
+        await send({"type": "lifespan.startup.failed"})
+
+    def run() -> None:
+        config = uvicorn.Config(application, interface="asgi3", log_level="critical", lifespan="on")
+        with contextlib.suppress(SystemExit):  # of a start that failed
+            uvicorn.Server(config).run()
+
+    with serving(monkeypatch, 10) as stand:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            assert starting.wait(10)
+            with stopping(stand.engine):
+                pass
+        finally:
+            end.set()
+            thread.join(10)
+        assert stand.engine.stopped
+    assert "cannot be waited for" not in caplog.text

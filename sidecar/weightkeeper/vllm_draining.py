@@ -7,7 +7,8 @@ the HTTP server goes first:
     it accepts no more; the launcher's listening socket keeps new clients for the next server
     each answer says `Connection: close`, so that its client asks the next server
     connections without a request get LINGER_SECONDS, because one may be under way, and are closed
-    requests get the seconds of --shutdown-timeout; one that has no whole answer then gets status 500
+    requests get the seconds of --shutdown-timeout, WebSockets too, which end by themselves or not at all; one that
+    has no whole answer then gets status 500, a WebSocket the code 1012, service restart
     and then vLLM stops its engine
 
 A client whose connection has been idle for longer and whose request meets its very closing is not answered and has to
@@ -35,6 +36,9 @@ LOOP_SECONDS = 10.0
 
 GRACEFUL_SECONDS = 0.5
 """Of uvicorn, for what is left when the engine is gone: nobody can be answered any more."""
+
+ABORT_SECONDS = 0.2
+"""For the client of a WebSocket that is closing already to read what there is for it; within GRACEFUL_SECONDS."""
 
 
 class Draining:
@@ -86,18 +90,21 @@ class Draining:
         return closing
 
     def _stop_accepting(self) -> None:
-        for server in self._server.servers:
+        for server in getattr(self._server, "servers", ()):  # there are none before it has started
             server.close()
         for connection in self._connections():
-            if not _is_idle(connection):
-                connection.shutdown()  # uvicorn's own: it is closed behind its answer
+            if _is_http(connection) and not _is_idle(connection):  # a WebSocket would be closed at once
+                _shut(connection)  # it is closed behind its answer
 
     def _close_idle(self) -> None:
         for connection in self._idle():
-            connection.shutdown()
+            _shut(connection)
 
     def _cancel(self) -> int:
-        tasks = [task for task in self._server.server_state.tasks if not task.done()]
+        tasks = self._requests()
+        for connection in self._connections():
+            if not _is_http(connection):
+                _shut(connection)
         for task in tasks:
             task.cancel()
         return len(tasks)
@@ -114,7 +121,14 @@ class Draining:
     def _call(self, function: Callable[[], Any]) -> Any:
         """Run it in the server's thread."""
         given: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(lambda: given.set_result(function()))
+
+        def give() -> None:
+            try:
+                given.set_result(function())
+            except Exception as error:
+                given.set_exception(error)
+
+        self._loop.call_soon_threadsafe(give)
         return given.result(LOOP_SECONDS)
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -136,6 +150,8 @@ def install() -> None:
         draining = Draining(self)
         found.append(draining)
         self.config.loaded_app = draining.closing(self.config.loaded_app)
+        if self.config.ws_protocol_class is not None:
+            self.config.ws_protocol_class = _closed_twice(self.config.ws_protocol_class)
         self.config.timeout_graceful_shutdown = self.config.timeout_graceful_shutdown or GRACEFUL_SECONDS
         await started(self, *args, **kwargs)
 
@@ -145,14 +161,44 @@ def install() -> None:
             if draining.is_elsewhere:  # vLLM calls it at SIGTERM in a thread, and when all is over in the server's
                 try:
                     draining.drain(self.vllm_config.shutdown_timeout)
-                except (RuntimeError, concurrent.futures.TimeoutError) as error:  # a loop that is over, or hangs
+                except Exception as error:  # a loop that is over, or hangs; the engine has to stop all the same
                     logger.warning("weightkeeper: requests cannot be waited for: %r", error)
         stopped(self, *args, **kwargs)
 
     uvicorn.Server.startup, AsyncLLM.shutdown = startup, shutdown
 
 
+def _closed_twice(protocol: type) -> type:
+    """uvicorn's WebSocket connection, to be shut down also when it is closing already, where uvicorn's raises.
+
+    One with a full buffer that nobody reads stays so, and uvicorn shuts it down once more at its own end.
+    """
+
+    class ClosedTwice(protocol):  # type: ignore[misc]
+        def shutdown(self) -> None:
+            try:
+                super().shutdown()
+            except Exception as error:
+                logger.info("weightkeeper: a WebSocket is closed without a word to its client: %r", error)
+                self.transport.close()  # once its client has all; it may read nothing
+                asyncio.get_running_loop().call_later(ABORT_SECONDS, self.transport.abort)
+
+    return ClosedTwice
+
+
+def _shut(connection: Any) -> None:
+    """By uvicorn's own means. What one connection raises is not to cost the others their time."""
+    try:
+        connection.shutdown()
+    except Exception as error:
+        logger.warning("weightkeeper: a connection cannot be shut down: %r", error)
+
+
+def _is_http(connection: Any) -> bool:
+    """Whether it is no WebSocket."""
+    return hasattr(connection, "cycle")
+
+
 def _is_idle(connection: Any) -> bool:
     """Whether nothing is asked on it; a WebSocket never is."""
-    cycle = getattr(connection, "cycle", connection)
-    return cycle is None or (cycle is not connection and cycle.response_complete)
+    return _is_http(connection) and (connection.cycle is None or connection.cycle.response_complete)

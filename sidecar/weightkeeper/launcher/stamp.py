@@ -61,4 +61,9 @@ def of(pid: int) -> int | None:
 def bearers(first: int) -> list[Process]:
     """What lives and has a number of this launcher; not ourselves."""
     others = (each for each in table().values() if each.is_alive and each.pid != os.getpid())
-    return [each for each in others if first <= (of(each.pid) or 0) < first + SERVERS]
+    return [each for each in others if is_borne(each.pid, first)]
+
+
+def is_borne(pid: int, first: int) -> bool:
+    """Whether a process has a number of this launcher. Raises as `of`."""
+    return first <= (of(pid) or 0) < first + SERVERS

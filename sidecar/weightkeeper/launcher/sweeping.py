@@ -7,6 +7,7 @@ launcher holds open, and then ends whatever has one of the launcher's numbers, s
 """
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -15,9 +16,13 @@ import time
 from dataclasses import dataclass
 
 from weightkeeper.launcher import processes, stamp
+from weightkeeper.launcher.processes import Process
 
 END_SECONDS = 60.0
 """After which what cannot be killed is left behind; a process in the GPU driver can take long."""
+
+_NO_PIDFD = (errno.ENOSYS, errno.EPERM)
+"""Linux before 5.3, and a seccomp filter that does not know of it; the kernel itself forbids pidfd_open to nobody."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +55,43 @@ def sweep(first: int, seconds: float = END_SECONDS, spared: int = 0) -> Swept:
         for each in found:
             if passed < processes.TRACKER_SECONDS and processes.is_tracker(each.pid):
                 continue
-            killed[str(each)] = None
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(each.pid, signal.SIGKILL)
+            if _kill(each, first):
+                killed[str(each)] = None
         if found and passed > seconds:
             left = [str(each) for each in found]
             logger.error("left behind after %g s: %s", seconds, ", ".join(left))
             break
         if found:
-            time.sleep(0.005)
+            time.sleep(0.005 if passed < 0.5 else 0.05)  # what we may not kill is there to the end
     return Swept(list(killed), left)
+
+
+def _kill(process: Process, first: int) -> bool:
+    """Kill it, where it is the one that was seen: its pid can be another's by now. Raises as `stamp.of`."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError as error:
+            if processes.lacks_room(error):
+                raise
+            if error.errno not in _NO_PIDFD:
+                return False  # it has ended, and its pid is a thread's at most
+            if not _is_same(process, first):
+                return False
+            os.kill(process.pid, signal.SIGKILL)  # by number, since nothing better is implemented here
+            return True
+        try:
+            if _is_same(process, first):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                return True
+        finally:
+            os.close(pidfd)
+    return False
+
+
+def _is_same(process: Process, first: int) -> bool:
+    now = processes.process(process.pid)
+    return now is not None and now.key == process.key and stamp.is_borne(process.pid, first)
 
 
 def main() -> None:

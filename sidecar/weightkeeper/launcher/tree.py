@@ -121,7 +121,7 @@ class Tree:
             quiet, now = 0, time.monotonic()
             for each in members:
                 if now - began > processes.TRACKER_SECONDS or not processes.is_tracker(each.pid):
-                    _kill(each.pid)
+                    self._kill(each)
             names = ", ".join(f"{each} in state {each.state}" for each in members)
             if now - began > END_SECONDS:
                 logger.error("left behind after %.0f s: %s; it may hold memory that is missing now", END_SECONDS, names)
@@ -135,7 +135,7 @@ class Tree:
     def close(self) -> None:
         """Let go of it. Where `end` was not reached, by a fault of ours, what lives is killed and not waited for."""
         for each in self.look():
-            _kill(each.pid)
+            self._kill(each)
         for number in list(self._by_pidfd):
             self._forget(number)
         self._ends.close()
@@ -161,10 +161,21 @@ class Tree:
             pidfd = os.pidfd_open(process.pid)
         except OSError:
             return None  # it has ended since
+        if not _is_same(process):
+            os.close(pidfd)
+            return None  # and its pid is another's
         member = self._members[process.key] = _Member(process, pidfd)
         self._by_pidfd[pidfd] = member
         self._ends.register(pidfd, select.EPOLLIN)
         return member
+
+    def _kill(self, process: Process) -> None:
+        member = self._members.get(process.key)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is another user's by now; it will be named
+            if member is not None:
+                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
+            elif _is_same(process):  # there is no room for a pidfd, or it has ended
+                os.kill(process.pid, signal.SIGKILL)
 
     def _see(self, member: _Member, process: Process) -> None:
         if process.pid == self._server and process.stack:
@@ -189,6 +200,9 @@ class Tree:
         os.close(pidfd)
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it is another user's by now; it will be named
-        os.kill(pid, signal.SIGKILL)
+def _is_same(process: Process) -> bool:
+    """Whether its pid is still its own; False where there is no room to look."""
+    with contextlib.suppress(OSError):
+        now = processes.process(process.pid)
+        return now is not None and now.key == process.key
+    return False
