@@ -57,7 +57,8 @@ services:
     env_file: engine.env
   sidecar:
     <<: *stand-in
-    command: [weightkeeper, serve, --config, /config/engine.yaml, --loader, python3 /standin/publishing_loader.py]
+    command: [weightkeeper, serve, --socket-dir, /run/weightkeeper, --config, /config/engine.yaml,
+              --loader, python3 /standin/publishing_loader.py]
     environment:
       SIDE: one
     volumes: ["./config:/config:ro", "./model:/model:ro", "sockets:/run/weightkeeper"]

@@ -149,6 +149,22 @@ def test_option_edited_in_place_reloads_the_engine_alone(project: Project, engin
     assert "Paris" in project.answer()
 
 
+def test_an_option_that_shapes_weights_has_them_loaded_first(project: Project, engine, sidecar):
+    """The keeper loads, then the engine reloads and maps; the sidecar's container is not touched, there and back."""
+    text, actions = project.engine_yaml.read_text(), len(project.history())
+    for before, after, factor in (("bfloat16", "float32", 2), ("float32", "bfloat16", 1)):
+        engine, loads = project.server(), project.status()["loads"]
+        project.engine_yaml.write_text(text.replace("dtype: bfloat16", f"dtype: {after}"))
+        project.wait_for_new_engine(engine)
+        assert f"load, then reload engine: engine.yaml dtype {before} → {after}" in project.log("supervisor")
+        assert project.server() == (*engine[:2], engine[2] + 1)
+        assert project.status()["loads"] == loads + 1
+        assert project.mapped_bytes() >= factor * MODEL_BYTES
+        assert "Paris" in project.answer()
+    until("it is written down", lambda: len(project.history()) == actions + 4)
+    assert [each["action"] for each in project.history()[actions:]] == 2 * ["load", "reload"]
+
+
 def test_bad_edit_keeps_the_engine_until_a_right_file_comes_by_rename(project: Project, engine, sidecar):
     """G20: what is no YAML is said once with its line and restarts nothing; the file renamed over it is acted on."""
     good = project.engine_yaml.read_text()

@@ -107,6 +107,17 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_read(stand):
     assert stand.done() == [("load", "refused")]
 
 
+def test_what_was_refused_and_is_reloaded_by_hand_counts_as_applied(stand):
+    """The way back is planned from what the engine runs with by now."""
+    checkpoint(stand.directory / "model", HUGE)
+    stand.engine_yaml.write_text(HALF)
+    stand.expect("engine goes on as it is: the new weights need 4.4 TB beside the old ones, ")
+    assert stand.weightkeeper("restart", "engine").returncode == 0
+    assert stand.options()["dtype"] == "half"
+    stand.engine_yaml.write_text(OURS)
+    stand.expect("load, then reload engine: engine.yaml dtype half → bfloat16")
+
+
 def test_weights_that_do_not_fit_are_swapped_where_the_user_said_so(tmp_path, image):
     """The engine is stopped, the old weights released, the new ones loaded, the engine started; not the sidecar."""
     one = ready(tmp_path / "project", "swap")

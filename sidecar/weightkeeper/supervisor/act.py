@@ -103,6 +103,23 @@ class Actor:
         ended = self._tell(back, self._recreate(action.service, compose, good), "rollback")
         return "kept" if ended == "good" else "bad"
 
+    def reloads(self, service: str, program: Program) -> int | None:
+        """How often the launchers of a service have read their files again; None where that is not known.
+
+        Raises:
+            DockerLostError: Docker does not answer.
+        """
+        count = 0
+        try:
+            for container in self._engines.containers(service):
+                status = Launched(container, program, self._stop).status()
+                if status is None:
+                    return None
+                count += status.restarts.get("reload", 0)
+        except ServiceError:
+            return None
+        return count
+
     def _tell(self, action: Action, outcomes: Iterator[Outcome], verb: str = "") -> Ended:
         """Say and record each outcome; the worst of them."""
         verb = verb or action.verb

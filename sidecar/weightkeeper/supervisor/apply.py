@@ -44,6 +44,7 @@ class Applier:
         self._history = history
         self._tried: dict[str, str] = {}
         self._vain: dict[str, Service] = {}
+        self._reloads: dict[str, int | None] = {}
         self._noted: dict[str, tuple[str, int]] = {}
         self._started: dict[str, str] = {}
         self._good: dict[str, Mapping[str, Any]] = {}
@@ -84,13 +85,14 @@ class Applier:
         return [one for one in actions if isinstance(one, Nothing) or one.service not in self._tried]
 
     def settle(self) -> None:
-        """Count what was tried in vain as applied where the container was started since: it has read its file then.
+        """Count what was tried in vain as applied where its file was read since: the container was started, or somebody
+        had the launcher reload.
 
         Raises:
             DockerLostError: Docker does not answer.
         """
         for name, service in list(self._vain.items()):
-            if self._start_of(name) != self._started.get(name):
+            if self._start_of(name) != self._started.get(name) or self._is_reloaded(service):
                 before = self.now.services[name]
                 read = replace(before, config=service.config, env_files=service.env_files)
                 self.now = replace(self.now, services={**self.now.services, name: read})
@@ -112,6 +114,7 @@ class Applier:
         ended = self._ended(action, service, snapshot, compose)
         if ended == "kept":
             self._tried[service.name], self._vain[service.name] = service.key, service
+            self._reloads[service.name] = self._reloads_of(service)
         else:
             self.now = replace(self.now, services={**self.now.services, service.name: service})
             self._supplied.pop(service.name, None)
@@ -204,6 +207,17 @@ class Applier:
             tried, good = self._tried.get(engine.name, ""), self._good.get(engine.name, {})
             written[engine.name] = of_service(engine, started, tried, good)
         self._state.write(written)
+
+    def _is_reloaded(self, service: Service) -> bool:
+        """Whether a launcher was told to reload since the service was tried in vain; False where that is not known."""
+        before, now = self._reloads.get(service.name), self._reloads_of(service)
+        return before is not None and now is not None and now > before
+
+    def _reloads_of(self, service: Service) -> int | None:
+        try:
+            return self._actor.reloads(service.name, service.launcher) if service.launcher else None
+        except DockerLostError:
+            return None
 
     def _start_of(self, name: str) -> str:
         """When the containers of a service were started; "" where there is none."""

@@ -50,6 +50,10 @@ class Program:
                 found += [name, value]
         return [*self.words, verb, *found, *arguments]
 
+    def alone(self, verb: str, *arguments: str) -> list[str]:
+        """A command line for the same container that talks to nobody, and so takes no socket's place."""
+        return [*self.words, verb, *arguments]
+
 
 def find(words: Sequence[str], verb: str) -> Program | None:
     """The program with this verb in a command, as `arguments.words` gives it; None where there is none."""

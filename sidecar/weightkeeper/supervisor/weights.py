@@ -91,7 +91,8 @@ class Weights:
 
     def _room(self, container: Container, keeper: Keeper) -> Room | None:
         config = keeper.program.option("--config")
-        done = self._run(container, keeper, ASK_SECONDS, "room", *(("--config", config) if config else ()))
+        command = keeper.program.alone("room", *(("--config", config) if config else ()))
+        done = inside.run(container, command, ASK_SECONDS, self.stop)
         if done is None:
             return None
         if done.code:
