@@ -3,8 +3,8 @@
     python adopting_engine.py SOCKET_DIR NAME RANK PLAN
 
 The plan is JSON: `world_size` 1; `device` cpu-RANK; `conditions` the fingerprint's fields besides the files' contents;
-`mode` zero_copy; `own` true takes no keeper's memory but makes its own, as an engine that packed weights which no
-keeper took, with the plan of `publishing_loader` beside it.
+`mode` zero_copy; `model` /models/tiny; `own` true takes no keeper's memory but makes its own, as an engine that packed
+weights which no keeper took, with the plan of `publishing_loader` beside it.
 It says `mapped INODE` (of the first segment), and on each further line of its input how many descriptors it has open.
 Its log goes to stderr.
 """
@@ -91,7 +91,8 @@ def mapping(socket_dir: str, name: str, rank: int, plan: dict[str, Any]) -> tupl
         close_all(granted.descriptors)
         session.close()
         return None, inode
-    source = Source(socket_dir, device, rank, plan.get("world_size", 1), "/models/tiny", receipts, name, 30)
+    model = plan.get("model", "/models/tiny")
+    source = Source(socket_dir, device, rank, plan.get("world_size", 1), model, receipts, name, 30)
     return Lease(session, offer_of(granted, source)), inode
 
 

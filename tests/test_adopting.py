@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from adopting_engine import engine, mapping
 from keepers import KeeperProcess, connected, descriptors_of, links_of, settled_descriptors, wait_for
@@ -528,6 +529,168 @@ def test_an_engines_own_copy_is_not_passed_off_as_what_is_held(tmp_path):
             assert stand.inodes() == {second.inode}
     finally:
         stand.keeper.kill()
+
+
+@pytest.mark.parametrize("what", ["the model's directory", "the config file"])
+def test_what_cannot_be_read_for_a_moment_is_waited_for(stand, what):
+    """It says nothing about the weights: the engine asks again, and is adopted once it can be read."""
+    stand.loaded()
+    with stand.engine() as first:
+        stand.end()
+        text = stand.keeper.config.read_text()
+        if what == "the config file":
+            stand.keeper.config.write_text(text[:-1])
+        else:
+            stand.model.rename(stand.directory / "away")
+        stand.keeper.start()
+        stand.keeper.wait_for_text("vllm-a is refused, code=busy")
+        assert stand.keeper.status().loading.stage == WAITING
+        if what == "the config file":
+            stand.keeper.config.write_text(text)
+        else:
+            (stand.directory / "away").rename(stand.model)
+        stand.adopted()
+        assert stand.inodes() == {first.inode}
+
+
+@pytest.mark.parametrize("what", ["an option", "a file"])
+def test_what_changes_between_two_ranks_is_seen(stand, what):
+    """Rank 0 was compared before it; the generation is not adopted."""
+    stand.plan(ranks=2)
+    stand.loaded()
+    with stand.engine(0, world_size=2), stand.engine(1, world_size=2) as second:
+        with stopped(second):
+            stand.replace()
+            stand.keeper.wait_for_text("rank 0 of 2: /models/tiny")
+            if what == "an option":
+                stand.option(dtype="float16")
+            else:
+                write_checkpoint(stand.model, value=99)
+        state = stand.keeper.wait_for_state("ready")
+        assert (state.loads, state.held.adopted_from) == (1, "")
+
+
+def test_ranks_of_two_engines_with_other_options_are_not_one_generation(tmp_path):
+    """Equal files are not enough; each engine's ranks come together by themselves."""
+    stand = Stand(tmp_path)
+    keeper = stand.keeper
+    try:
+        keeper.start(with_config=False)
+        keeper.wait_for_state("empty")
+        with contextlib.ExitStack() as stack:
+            engines = {}
+            for name, dtype in (("a", "bfloat16"), ("b", "float16")):
+                plan = {"checkpoint": str(stand.model), "ranks": 2, "fingerprint": {"dtype": dtype}}
+                sessions = [publish(keeper.socket_dir, rank, **plan) for rank in (0, 1)]
+                for rank in (0, 1):
+                    conditions = {"dtype": dtype, "rank": str(rank)}
+                    one = stand.engine(rank, name, world_size=2, conditions=conditions)
+                    engines[name, rank] = stack.enter_context(one)
+                for each in sessions:
+                    each.close()
+            with stopped(engines["a", 1], engines["b", 0]):
+                stand.replace(with_config=False)
+                keeper.wait_for_text("rank 0 of 2: /models/tiny")
+                keeper.wait_for_text("rank 1 of 2: /models/tiny")
+                assert keeper.status().held is None
+            pair = {engines["b", 0].inode, engines["b", 1].inode}
+            wait_for(lambda: stand.inodes() == pair, "the newer engine's ranks")
+            assert keeper.status().held.adopted_from == "b"
+    finally:
+        keeper.kill()
+
+
+def test_a_forked_child_does_not_end_the_lease(stand):
+    """Its copy of the lease may be closed by its garbage collector or at its exit."""
+    stand.loaded()
+    lease, _ = mapping(stand.keeper.socket_dir, "here", 0, {})
+    try:
+        child = os.fork()
+        if child == 0:
+            lease.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        probe = client.open_session(stand.keeper.socket_dir, "cpu-0")  # a round trip after the child's end
+        probe.close()
+        assert [each.name for each in stand.keeper.status().leases] == ["here"]
+    finally:
+        lease.close()
+
+
+def test_false_receipts_stand_against_nobody_else(stand):
+    """Who contradicts the fingerprint that the note vouches for is refused alone."""
+    stand.loaded()
+    with stand.engine() as first:
+        with client.open_session(stand.keeper.socket_dir, "cpu-0") as session:
+            receipts = session.receipts()
+            granted = session.map({}, "verify")
+        for each in granted.descriptors:
+            os.close(each)
+        with stopped(first):
+            stand.replace()
+            stand.keeper.wait_for_text("waiting 3600 s")
+            false = tuple(msgspec.structs.replace(each, blake3="00" * 32) for each in receipts)
+            changes = {"fingerprint": granted.grant.fingerprint, "receipts": false}
+            with offered(stand, **changes) as (message, descriptors), pytest.raises(RefusedError, match="contradicts"):
+                client.publish(stand.keeper.socket_dir, message, descriptors)
+            assert stand.keeper.status().loading.stage == WAITING
+        stand.adopted()
+        assert stand.inodes() == {first.inode}
+
+
+def test_a_note_that_could_not_be_written_is_written_later(stand):
+    """By itself, once there is room; the failure is said."""
+    stand.loaded()
+    blocked = Path(stand.keeper.socket_dir) / f"{note.NAME}.new"
+    blocked.mkdir()
+    with stand.engine():
+        stand.keeper.wait_for_text("not written, so a keeper after this one")
+        blocked.rmdir()
+        wait_for(lambda: note.read(stand.keeper.socket_dir), "the note")
+        assert note.read(stand.keeper.socket_dir).engines == ("vllm-a",)
+
+
+def test_a_forced_release_is_not_undone_by_the_next_keeper(tmp_path):
+    """Also where it has no config file and takes whatever else is offered."""
+    stand = Stand(tmp_path)
+    try:
+        stand.keeper.start(with_config=False)
+        stand.keeper.wait_for_state("empty")
+        publish(stand.keeper.socket_dir, checkpoint=str(stand.model)).close()
+        with stand.engine() as first:
+            client.release(stand.keeper.socket_dir, force=True)
+            stand.replace(with_config=False)
+            wait_for(lambda: "was told to release its weights" in first.log.read_text(), "the refusal")
+            assert (stand.keeper.status().held, stand.inodes()) == (None, set())
+    finally:
+        stand.keeper.kill()
+
+
+@pytest.mark.parametrize("is_path", [True, False], ids=["the engine has a path", "the engine has the name, too"])
+def test_a_model_that_is_only_a_name_here(stand, is_path):
+    """The files are compared where the engine has them; where that is no path either, it loads at once and says why."""
+    stand.option(model="org/tiny")
+    stand.loaded()
+    with stand.engine(model=str(stand.model) if is_path else "org/tiny") as first:
+        stand.replace()
+        if is_path:
+            stand.adopted()
+            assert stand.inodes() == {first.inode}
+        else:
+            assert stand.keeper.wait_for_state("ready").loads == 1
+            assert "the model org/tiny is no path that this keeper sees" in stand.keeper.text()
+
+
+def test_options_that_changed_during_a_load_leave_no_note(stand):
+    """Nobody knows which of the two the weights were made of, so nobody adopts them."""
+    stand.plan(stop_at="start")
+    stand.keeper.start()
+    wait_for(stand.keeper.stopped.exists, "the loader")
+    stand.option(dtype="float16")
+    os.kill(int(stand.keeper.stopped.read_text()), signal.SIGUSR1)
+    stand.keeper.wait_for_state("ready")
+    with stand.engine():
+        assert note.NAME not in stand.keeper.names()
 
 
 # --- the engine's end

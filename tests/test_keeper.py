@@ -263,10 +263,11 @@ def test_release_is_refused_while_engines_map_and_names_them(tmp_path):
         state = one.status()
         assert (state.state, state.held) == ("released", None)
         assert [(old.generation, old.nbytes) for old in state.releasing] == [(1, MEGABYTE)]
-        assert one.names() == ["control.sock", "keeper.lock", "publish.sock"]
+        assert one.names() == ["control.sock", "engines.json", "keeper.lock", "publish.sock"]
         assert ctypes.string_at(region.address, 1) == b"\x05"
         session.close()
         wait_for(lambda: one.status().releasing == (), "the end of the old generation")
+        assert one.names() == ["control.sock", "keeper.lock", "publish.sock"]
         region.close()
 
 

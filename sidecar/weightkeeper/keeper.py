@@ -32,6 +32,9 @@ from weightkeeper.store import Store
 
 LOADER = (sys.executable, "-m", "weightkeeper.loader")
 
+NOTE_SECONDS = 5.0
+"""Between two tries to leave a note that could not be written."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -77,9 +80,12 @@ class Keeper:
         self._store.changed = self._leave_note
         left = note.read(settings.socket_dir)
         self._written = left
+        self._note_failure = ""
+        self._was_released = left is not None and left.released
+        self._store.released = self._was_released
         self._adoption = Adoption(
             settings.config,
-            left,
+            None if self._was_released else left,
             settings.adopt_seconds if settings.takes_publications else 0.0,
             settings.shaping,
         )
@@ -114,6 +120,8 @@ class Keeper:
                         self._tasks.start_soon(self._loads.run)
                     async for number in signals:
                         logger.info("%s: ending", signal.Signals(number).name)
+                        if self._note_failure:
+                            self._leave_note()
                         self._store.changed = lambda: None  # engines that are there now are there for the next keeper
                         self._tasks.cancel_scope.cancel()
                         break
@@ -243,12 +251,27 @@ class Keeper:
         """Keep the note for a keeper after this one true: which engines compute on what is offered, if any do."""
         current, engines = self._store.current, self._store.names()
         left = None
+        # engines that are there of a keeper before are not known to this one
+        self._was_released = self._was_released and current is None
         if engines and current.options is not None:
             parts = {part.device: fingerprint.digest(part.fingerprint) for part in current.parts.values()}
             left = Note(parts, current.options, engines)
-        if left != self._written:
-            note.write(self._settings.socket_dir, left)
+        elif self._store.released and (self._was_released or any(lease.is_engine for lease in self._store.leases)):
+            left = Note({}, {}, (), released=True)
+        if left == self._written:
+            self._note_failure = ""
+            return
+        was_failing, self._note_failure = self._note_failure, note.write(self._settings.socket_dir, left)
+        if not self._note_failure:
             self._written = left
+        elif not was_failing:
+            logger.warning("%s", self._note_failure)
+            self._tasks.start_soon(self._leave_note_later)
+
+    async def _leave_note_later(self) -> None:
+        while self._note_failure:
+            await anyio.sleep(NOTE_SECONDS)
+            self._leave_note()
 
     def _engine_path(self, device: str) -> str:
         return engine_path(self._settings.socket_dir, device)

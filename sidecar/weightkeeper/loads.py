@@ -146,6 +146,8 @@ class Loads:
             async with child:
                 try:
                     await load.published()
+                    if self._adoption is not None and await self._adoption.options() != generation.options:
+                        generation.options = None  # nobody knows which of the two this was made of
                     self._adopt(generation)
                 except (LoadFailedError, SocketPathError) as error:
                     self._fail(error)

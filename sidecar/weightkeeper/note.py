@@ -28,11 +28,13 @@ class Note(msgspec.Struct, frozen=True):
         parts: device → hex digest of the fingerprint of what was held there.
         options: those of the config file that shape weights, as they were when these were made: name → hex digest.
         engines: names of those that compute on it, for people.
+        released: somebody forced the release of it, so nothing is to be adopted; the rest is empty then.
     """
 
     parts: dict[str, str]
     options: dict[str, str]
     engines: tuple[str, ...]
+    released: bool = False
 
 
 def digests(options: Mapping[str, Any]) -> dict[str, str]:
@@ -63,13 +65,13 @@ def read(directory: str) -> Note | None:
         os.close(descriptor)
 
 
-def write(directory: str, note: Note | None) -> None:
-    """Leave this, whole or not at all; with None, leave nothing. A full disk is said and costs the keeper nothing."""
+def write(directory: str, note: Note | None) -> str:
+    """Leave this, whole or not at all; with None, leave nothing. Returns why that failed, on a full disk say, or ""."""
     path = os.path.join(directory, NAME)
     try:
         if note is None:
             _remove(path)
-            return
+            return ""
         unborn = f"{path}.new"
         _remove(unborn)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -77,7 +79,8 @@ def write(directory: str, note: Note | None) -> None:
             file.write(msgspec.json.encode(note))
         os.rename(unborn, path)
     except (OSError, ValueError) as error:
-        logger.warning("%s: not written, so a keeper after this one will not wait for engines: %s", path, error)
+        return f"{path}: not written, so a keeper after this one may not know of engines: {error}"
+    return ""
 
 
 def _remove(path: str) -> None:

@@ -150,14 +150,21 @@ class Lease:
         self._keeper = offer.keeper()
         self._refused_by = None if session else self._keeper
         self._is_over = False
+        self._process = os.getpid()
+        self._pause = FIRST_PAUSE_S
+        self._taken_by: Stamp | None = None
+        self._lost_of: Stamp | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="weightkeeper lease", daemon=True).start()
 
     def close(self) -> None:
         """End it. The keeper sees it at once; the thread lets go of the descriptors.
 
-        Takes no lock: it may be called by the garbage collector, in any thread and also in this lease's own.
+        Takes no lock: it may be called by the garbage collector, in any thread and also in this lease's own. In a
+        forked child it does nothing: the lease is its parent's.
         """
+        if os.getpid() != self._process:
+            return
         self._is_over = True
         self._wake.put(None)
         if session := self._session:
@@ -183,7 +190,11 @@ class Lease:
 
     def _lost(self, error: WeightkeeperError) -> None:
         if isinstance(error, PASSING):
-            logger.info(
+            # once for each keeper: one that takes the weights and drops them does so again and again
+            level = logging.DEBUG if self._keeper and self._lost_of == self._keeper else logging.INFO
+            self._lost_of = self._keeper
+            logger.log(
+                level,
                 "weightkeeper: the lease ended, code=%s; the weights are offered to the next keeper in %s",
                 error.code, self._offer.socket_dir,
             )  # fmt: skip
@@ -196,13 +207,13 @@ class Lease:
 
     def _find_keeper(self) -> None:
         """Return when one took the weights, or when this lease is over."""
-        pause = FIRST_PAUSE_S
         while self._session is None and not self._is_over:
             with contextlib.suppress(queue.Empty):
-                self._wake.get(timeout=pause)
+                self._wake.get(timeout=self._pause)
                 return
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-            self._keeper = self._offer.keeper()
+            before, self._keeper = self._keeper, self._offer.keeper()
+            # it grows on while the keeper is the same one, also after that one took the weights and dropped them
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S) if self._keeper == before else FIRST_PAUSE_S
             if self._keeper is None or self._keeper == self._refused_by:
                 continue
             try:
@@ -215,10 +226,14 @@ class Lease:
         channel, message = self._offer.dial(), self._offer.message
         self._session = Session(channel)  # from here on `close` can end what goes on
         try:
-            if not self._is_over:
-                hand_over(channel, message, self._offer.descriptors, ANSWER_S)
+            if self._is_over:
+                return
+            hand_over(channel, message, self._offer.descriptors, ANSWER_S)
         except BaseException:
             self._session = None
             channel.close()
             raise
-        logger.info("weightkeeper: a keeper took over %s on %s", bytes_text(sum(message.sizes)), message.device)
+        level = logging.DEBUG if self._taken_by == self._keeper else logging.INFO
+        self._taken_by = self._keeper
+        size = bytes_text(sum(message.sizes))
+        logger.log(level, "weightkeeper: a keeper took over %s on %s", size, message.device)

@@ -20,6 +20,9 @@ from weightkeeper.store import Store
 RANKS_SECONDS = 600.0
 """From the first published rank of a model to the last one: they load at the same time, but from slow disks."""
 
+RANK = "rank"
+"""The one field of a fingerprint in which ranks of one model differ; `conditions.conditions_of` composes it."""
+
 logger = logging.getLogger("weightkeeper.keeper")
 
 
@@ -48,11 +51,11 @@ class Publisher:
 
     @property
     def belongs_to(self) -> tuple[object, ...]:
-        """Equal for ranks of one model: whose they are, of which files, and how they are held."""
+        """Equal for ranks of one model: whose they are, what they were made of, and how they are held."""
         part = self.part
-        contents = {name: each for name, each in part.fingerprint.items() if name.startswith(fingerprint.CONTENT)}
+        shared = {name: each for name, each in part.fingerprint.items() if name != RANK}
         whose = self.connection.peer.uid, self.is_offer
-        return *whose, part.model, part.world_size, part.kind, fingerprint.digest(contents)
+        return *whose, part.model, part.world_size, part.kind, fingerprint.digest(shared)
 
     def refuse(self, error: WeightkeeperError) -> None:
         self.refusal = error
@@ -170,10 +173,11 @@ class Publishing:
         publisher.scope.deadline = gathering.deadline
         part = publisher.part
         if not gathering.generation.is_complete:
+            left = gathering.deadline - anyio.current_time()
             logger.info(
                 "rank %d of %d: %s, %s on %s by %s; the others have %.0f s",
                 part.rank, part.world_size, part.model, bytes_text(sum(part.sizes)), part.device,
-                publisher.connection.shown, gathering.deadline - anyio.current_time(),
+                publisher.connection.shown, min(left, self._adoption.seconds_left if publisher.is_offer else left),
             )  # fmt: skip
             return
         try:
