@@ -380,7 +380,6 @@ def test_release_gives_the_memory_back_and_load_brings_it_again(project: Project
     assert "Paris" in project.answer()
 
 
-@pytest.mark.docker_restart
 def test_everything_comes_back_by_itself_when_the_docker_engine_restarts(project: Project, engine):
     """Docker starts the containers in any order, without depends_on: the engine waits for the keeper and maps."""
     ours = {project.identity(service)[0] for service in ("sidecar", "engine", "supervisor")}

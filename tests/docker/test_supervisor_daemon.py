@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from stand import ENGINE, Stand, docker_engine, foreign, until
 
-pytestmark = [pytest.mark.docker, pytest.mark.docker_restart]
+pytestmark = pytest.mark.docker
 
 RELOAD = "reload engine: engine.yaml max-model-len 2048 → 1024"
 EDITED = ENGINE.replace("2048", "1024")
