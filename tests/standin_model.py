@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import yaml
@@ -177,12 +178,15 @@ class Server(ThreadingHTTPServer):
             with LOCK:
                 self._asked -= 1
 
-    def leave(self, *_: object) -> None:
-        """At SIGTERM."""
-        self.is_leaving = True
-        threading.Thread(target=self._drain).start()
+    def leave_at_sigterm(self) -> None:
+        """With a thread that is there before the signal, whose handler may interrupt the start of another."""
+        self._told: SimpleQueue[None] = SimpleQueue()
+        threading.Thread(target=self._drain, daemon=True).start()
+        signal.signal(signal.SIGTERM, lambda *_: self._told.put(None))
 
     def _drain(self) -> None:
+        self._told.get()
+        self.is_leaving = True
         self.shutdown()
         time.sleep(LINGER_SECONDS)
         deadline = time.monotonic() + DRAIN_SECONDS
@@ -220,7 +224,7 @@ def run(config: dict[str, Any], listener: socket.socket | None, address: tuple[s
         server.socket.close()
         server.socket = listener
     server.standin = standin
-    signal.signal(signal.SIGTERM, server.leave)
+    server.leave_at_sigterm()
     server.serve_forever(poll_interval=0.02)
     threading.Event().wait()  # the thread that drains ends the process
 

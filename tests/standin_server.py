@@ -27,6 +27,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import yaml
@@ -90,14 +91,17 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
     server.handle_error = lambda *_: None  # a client that went away
     server.facts, server.hang = facts, values.get("hang")
 
-    def stop(*_: object) -> None:
-        def drain() -> None:
-            time.sleep(values.get("drain", 0))
-            server.shutdown()
+    asked: SimpleQueue[None] = SimpleQueue()
 
-        threading.Thread(target=drain).start()
+    def drain() -> None:
+        asked.get()
+        time.sleep(values.get("drain", 0))
+        server.shutdown()
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if values.get("ignore_term") else stop)
+    # Started before the signal: its handler may find this thread in the middle of starting another, and locks held.
+    threading.Thread(target=drain, daemon=True).start()
+    stop = signal.SIG_IGN if values.get("ignore_term") else lambda *_: asked.put(None)
+    signal.signal(signal.SIGTERM, stop)
     Path(os.environ["TMPDIR"], "leftover").write_text("x")
     listener.setblocking(True)
     phases.mark("server", "server")
