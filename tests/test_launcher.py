@@ -123,6 +123,60 @@ def test_a_refused_reload_leaves_the_server_serving(edit, reason):
         assert [each["event"] for each in engine.history()] == ["ready", "refused", "ended", "ready"]
 
 
+@pytest.mark.parametrize("edit", [{}, {"host": "127.0.0.1"}, {"port": 0}], ids=["as it is", "a host", "a port"])
+def test_a_check_that_passes_changes_nothing(edit):
+    """Neither server nor address; the reload that comes after it finds all as it was."""
+    with launcher(answer="old") as engine:
+        before, known = engine.ready(), {each.pid for each in engine.left()}
+        engine.edit(answer="new", **edit)
+        assert client.check(engine.socket_dir, "e") == "the configuration would be accepted"
+        assert engine.facts() == before
+        assert {each.pid for each in engine.left()} == known
+        assert listening(engine.port) == {"0.0.0.0"}
+        assert engine.status().generation == 1
+        assert len(list(engine.temporary.rglob("engine.yaml"))) <= 1
+        engine.edit(answer="new")
+        client.reload(engine.socket_dir, "e")
+        assert engine.ready(2)["answer"] == "new"
+
+
+def test_a_check_with_other_variables_leaves_the_template(tmp_path):
+    """Another one has to warm for it, and is gone afterwards."""
+    variables = tmp_path / "variables"
+    variables.write_text("COLOUR=old\n")
+    with launcher("--env-file", str(variables)) as engine:
+        before = engine.ready()
+        template = engine.status().template
+        variables.write_text("COLOUR=new\n")
+        client.check(engine.socket_dir, "e")
+        assert engine.status().template == template
+        os.kill(before["pid"], signal.SIGKILL)
+        assert engine.ready(2)["environment"]["COLOUR"] == "old"
+        client.reload(engine.socket_dir, "e")
+        assert engine.ready(3)["environment"]["COLOUR"] == "new"
+
+
+def test_a_check_that_fails_says_why_and_the_server_serves_on():
+    """As a refused reload does."""
+    with launcher() as engine:
+        before = engine.ready()
+        engine.edit(refuse="max_model_len is too much")
+        with pytest.raises(ConfigError, match="max_model_len is too much"):
+            client.check(engine.socket_dir, "e")
+        assert engine.facts() == before
+        assert "max_model_len is too much" in engine.status().refusal
+
+
+def test_a_check_while_the_template_warms_is_answered_and_served_by_nobody():
+    """The first server is of the file as it was read for it."""
+    with launcher(variables={"STANDIN_WARM": "1.0"}, answer="first") as engine:
+        engine.wait_for_state("warming")
+        with ThreadPoolExecutor(1) as asking:
+            answer = asking.submit(client.check, engine.socket_dir, "e")
+            assert answer.result() == "the configuration would be accepted"
+        assert engine.ready(1)["answer"] == "first"
+
+
 @pytest.mark.parametrize("content", ["model: [", "", "- a\n", "model: m\nmodel: n\n", None])
 def test_a_config_file_that_cannot_be_read_leaves_the_server_serving(content):
     """Broken, empty, no mapping, ambiguous, gone."""
@@ -905,7 +959,11 @@ def test_the_commands_speak_to_a_launcher():
         assert '"state": "ready"' in run("engine-status", "--json").stdout
         assert run("engine-reload").stdout == "the configuration is accepted, the server is being replaced\n"
         engine.ready(2)
+        assert run("engine-reload", "--check").stdout == "the configuration would be accepted\n"
+        assert run("engine-reload", "--check", "--last-good").returncode == 2
         engine.edit(refuse="too long")
+        checked = run("engine-reload", "--check")
+        assert (checked.returncode, checked.stderr) == (2, "weightkeeper: too long\n")
         refused = run("engine-reload")
         assert (refused.returncode, refused.stderr) == (2, "weightkeeper: too long\n")
         assert run("engine-restart", "--cause", "why not").stdout == "the server is being replaced\n"

@@ -84,15 +84,24 @@ def test_a_load_that_fails_leaves_the_old_engine_and_the_old_weights(stand):
     assert stand.done()[1:] == [("load", "done"), ("reload", "healthy")]
 
 
-def test_weights_that_were_loaded_for_a_refused_configuration_are_replaced_by_those_in_use(stand):
-    """The engine would map other weights than it needs when it starts again."""
+def test_what_the_engine_would_refuse_has_no_weights_loaded_for_it(stand):
+    """An option that nobody knows may shape weights; the launcher is asked before the keeper."""
+    loads, generation = stand.keeper()["loads"], stand.engine()["generation"]
     stand.engine_yaml.write_text(HALF.replace("2048", "-1"))
     stand.expect("engine goes on as it is: max-model-len -1 is not positive")
-    assert stand.done() == [("load", "done"), ("reload", "refused")]
+    assert stand.done() == [("reload", "refused")]
+    assert (stand.keeper()["loads"], stand.engine()["generation"]) == (loads, generation)
+
+
+def test_weights_that_were_loaded_in_vain_are_replaced_by_those_in_use(stand):
+    """The engine would map other weights than it needs when it starts again."""
+    stand.engine_yaml.write_text(HALF + "crash: true\n")
+    until(lambda: len(stand.done()) == 3, lambda: stand.log.read_text())
+    assert stand.done() == [("load", "done"), ("reload", "exited"), ("rollback", "healthy")]
     loads = stand.keeper()["loads"]
     stand.engine_yaml.write_text(OURS)
-    until(lambda: len(stand.done()) == 3, lambda: stand.log.read_text())
-    assert stand.done()[2] == ("load", "done")
+    until(lambda: len(stand.done()) == 4, lambda: stand.log.read_text())
+    assert stand.done()[3] == ("load", "done")
     assert stand.keeper()["loads"] == loads + 1
 
 
@@ -116,6 +125,21 @@ def test_what_was_refused_and_is_reloaded_by_hand_counts_as_applied(stand):
     assert stand.options()["dtype"] == "half"
     stand.engine_yaml.write_text(OURS)
     stand.expect("load, then reload engine: engine.yaml dtype half → bfloat16")
+
+
+def test_an_engine_is_not_stopped_for_weights_of_a_configuration_that_it_would_refuse(tmp_path, image):
+    """A typing error is no reason for a swap."""
+    one = ready(tmp_path / "project", "swap")
+    try:
+        before, held = one.start_of(), one.keeper()["held"]
+        checkpoint(one.directory / "model", HUGE)
+        one.engine_yaml.write_text(HALF.replace("2048", "-1"))
+        one.expect("engine goes on as it is: max-model-len -1 is not positive")
+        assert (one.start_of(), one.keeper()["held"]) == (before, held)
+    finally:
+        one.close()
+        one.down()
+        shutil.rmtree(one.directory, ignore_errors=True)
 
 
 def test_weights_that_do_not_fit_are_swapped_where_the_user_said_so(tmp_path, image):

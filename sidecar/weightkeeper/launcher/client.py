@@ -6,7 +6,7 @@ from weightkeeper.dialing import ask
 from weightkeeper.errors import EngineLostError
 from weightkeeper.frames import Channel, Limits
 from weightkeeper.launcher.control import directory_of
-from weightkeeper.launcher.messages import EngineStatus, FromLauncher, ReloadRequest, RestartRequest
+from weightkeeper.launcher.messages import CheckRequest, EngineStatus, FromLauncher, ReloadRequest, RestartRequest
 from weightkeeper.protocol import VERSION, Done, Hello, Message, StatusRequest, Welcome
 from weightkeeper.sockets import allowed_uids, check_owner, check_peer, control_path
 
@@ -34,6 +34,11 @@ def reload(
         ConfigError: it is refused, the server goes on as it is; otherwise as `status`.
     """
     return _request(socket_dir, name, ReloadRequest(cause, is_last_good), Done, timeout_s).message
+
+
+def check(socket_dir: str, name: str, cause: str = "", timeout_s: float = RELOAD_SECONDS) -> str:
+    """Have the configuration read and checked as for a reload, and the server left alone. Raises as `reload`."""
+    return _request(socket_dir, name, CheckRequest(cause), Done, timeout_s).message
 
 
 def restart(socket_dir: str, name: str, cause: str = "", timeout_s: float = 5.0) -> str:

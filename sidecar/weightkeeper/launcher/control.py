@@ -6,15 +6,15 @@ from collections.abc import Callable
 from weightkeeper.accepting import Acceptor, Connection
 from weightkeeper.errors import ConfigError, ProtocolError, SocketInUseError
 from weightkeeper.frames import Limits, name_of
-from weightkeeper.launcher.messages import EngineStatus, ReloadRequest, RestartRequest
+from weightkeeper.launcher.messages import CheckRequest, EngineStatus, ReloadRequest, RestartRequest
 from weightkeeper.launcher.settings import Settings
-from weightkeeper.launcher.wishes import Wishes
+from weightkeeper.launcher.wishes import Wanted, Wishes
 from weightkeeper.listening import SocketDirectory
 from weightkeeper.protocol import MAX_REQUEST_BYTES, Done, StatusRequest
 from weightkeeper.quantities import printable
 from weightkeeper.sockets import allowed_uids, control_path
 
-REQUESTS = Limits(StatusRequest | ReloadRequest | RestartRequest, MAX_REQUEST_BYTES, 0)
+REQUESTS = Limits(StatusRequest | ReloadRequest | CheckRequest | RestartRequest, MAX_REQUEST_BYTES, 0)
 
 
 def directory_of(socket_dir: str, name: str) -> str:
@@ -72,16 +72,19 @@ class Control:
                 self._wishes.ask_to_restart(printable(cause) or "by hand")
                 return Done("the server is being replaced")
             case ReloadRequest(cause=cause, is_last_good=True):
-                await self._reloaded(cause, is_last_good=True)
+                await self._reloaded(cause, "last good")
                 return Done("the last good configuration is to be served again")
             case ReloadRequest(cause=cause):
-                await self._reloaded(cause)
+                await self._reloaded(cause, "serve")
                 return Done("the configuration is accepted, the server is being replaced")
+            case CheckRequest(cause=cause):
+                await self._reloaded(cause, "check")
+                return Done("the configuration would be accepted")
             case other:
                 raise ProtocolError(f"{name_of(other)} has no place on a launcher's control socket")
 
-    async def _reloaded(self, cause: str, is_last_good: bool = False) -> None:
-        wish = self._wishes.ask_to_reload(printable(cause) or "by hand", is_last_good)
+    async def _reloaded(self, cause: str, wanted: Wanted) -> None:
+        wish = self._wishes.ask_to_reload(printable(cause) or "by hand", wanted)
         await wish.decided.wait()
         if wish.refusal:
             raise ConfigError(wish.refusal)

@@ -3,6 +3,7 @@
 Hello            → Welcome
 StatusRequest    → EngineStatus
 ReloadRequest    → Done | Refusal    once the configuration has been read and checked; the server is then replaced
+CheckRequest     → Done | Refusal    the same, and the server stays
 RestartRequest   → Done              the same configuration, a new server
 """
 
@@ -27,6 +28,10 @@ class ReloadRequest(Message, frozen=True):
 
     cause: str = ""
     is_last_good: bool = False
+
+
+class CheckRequest(Message, frozen=True):
+    cause: str = ""
 
 
 class RestartRequest(Message, frozen=True):

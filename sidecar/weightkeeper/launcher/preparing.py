@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import anyio
 
@@ -17,7 +18,7 @@ from weightkeeper.launcher.forking import Template
 from weightkeeper.launcher.listener import Listener
 from weightkeeper.launcher.private import PrivateDirectory
 from weightkeeper.launcher.settings import Settings
-from weightkeeper.launcher.templates import Templates
+from weightkeeper.launcher.templates import Source, Templates
 from weightkeeper.launcher.wishes import Plan, Reload, Wishes
 
 SETTLE_SECONDS = 0.05
@@ -94,16 +95,24 @@ class Preparer:
             await anyio.sleep(SETTLE_SECONDS)
             taken = self._wishes.take_reloads()
             try:
-                if taken[0].is_last_good:
-                    plan = await self._last_good(taken[0].cause)
-                else:
-                    plan = await self._prepare(taken[0].cause, taken)
+                plan = await self._answer(taken)
             except Exception as error:
                 self._refuse(taken, error)
             else:
                 self._refused("")
-                self._wishes.offer(plan)
+                if plan is not None:
+                    self._wishes.offer(plan)
                 _decide(taken)
+
+    async def _answer(self, taken: list[Reload]) -> Plan | None:
+        """What is to be served for these; None where they wanted to know only whether it could be."""
+        if taken[0].wanted == "last good":
+            return await self._last_good(taken[0].cause)
+        if taken[0].wanted == "check":
+            source, copy, *_ = await self._passed(await self._read())
+            self._forget(source, copy)
+            return None
+        return await self._prepare(taken[0].cause, taken)
 
     def _refuse(self, taken: list[Reload], error: Exception) -> None:
         """A fault of ours refuses the reload, too: it is no reason to end a good server."""
@@ -140,8 +149,8 @@ class Preparer:
 
     async def _newer(self, plan: Plan, taken: list[Reload]) -> Plan:
         """What requests during the first warming lead to."""
-        if taken[0].is_last_good:
-            return await self._last_good(taken[0].cause)
+        if taken[0].wanted != "serve":
+            return await self._answer(taken) or plan
         read = await self._read()
         return plan if read == plan.configuration else await self._checked(read, "start", is_first=True)
 
@@ -176,6 +185,23 @@ class Preparer:
         return read
 
     async def _checked(self, read: Configuration, cause: str, is_first: bool = False) -> Plan:
+        source, copy, words, address = await self._passed(read, is_first)
+        try:
+            listener = self._listener(address)
+        except BaseException:
+            self._forget(source, copy)
+            raise
+        self._templates.adopt(source, read.arguments, read.environment)
+        self._plans.append(Plan(read, words, copy, listener, cause))
+        return self._plans[-1]
+
+    async def _passed(
+        self, read: Configuration, is_first: bool = False
+    ) -> tuple[Source, Path, list[str], Address]:  # fmt: skip
+        """What a server of this configuration starts from, once it has passed its check: neither in use nor kept yet.
+
+        The copy's directory, the arguments that name the copy, and the address come with it.
+        """
         for left in reversed(range(TRIES)):
             source = await self._templates.candidate(read.arguments, read.environment)
             copy = self._directory.configuration(next(self._numbers))
@@ -184,23 +210,22 @@ class Preparer:
                 words = read.write(copy)
                 if not is_first or isinstance(source, Template):
                     await source.check(words, read.environment)
-                listener = self._listener(address)
             except TemplateError as error:
-                self._directory.remove(copy)
-                self._templates.discard(source)
+                self._forget(source, copy)
                 if not left:
                     raise
                 logger.warning("check: %s; once more", error)
                 await anyio.sleep(RETRY_SECONDS)  # until its end is known
             except BaseException:
-                self._directory.remove(copy)
-                self._templates.discard(source)
+                self._forget(source, copy)
                 raise
             else:
-                self._templates.adopt(source, read.arguments, read.environment)
-                self._plans.append(Plan(read, words, copy, listener, cause))
-                return self._plans[-1]
+                return source, copy, words, address
         raise AssertionError("the last try returns or raises")
+
+    def _forget(self, source: Source, copy: Path) -> None:
+        self._directory.remove(copy)
+        self._templates.discard(source)
 
     def _listener(self, address: Address) -> Listener:
         """The one that is open at this address, or a new one."""

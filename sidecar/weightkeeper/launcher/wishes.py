@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 
@@ -14,6 +14,8 @@ from weightkeeper.launcher.listener import Listener
 
 T = TypeVar("T")
 
+Wanted = Literal["serve", "check", "last good"]
+
 
 @dataclass(slots=True)
 class Reload:
@@ -21,13 +23,13 @@ class Reload:
 
     Attributes:
         cause: who asked, for people.
-        is_last_good: what was healthy last is to be served, whatever the file holds now.
+        wanted: `serve` what the files say now, only `check` it, or serve the `last good` whatever they say.
         decided: set when it is accepted or refused.
         refusal: why not; "" where it is accepted.
     """
 
     cause: str
-    is_last_good: bool = False
+    wanted: Wanted = "serve"
     decided: anyio.Event = field(default_factory=anyio.Event)
     refusal: str = ""
 
@@ -97,8 +99,8 @@ class Wishes:
         self.restart = cause
         self.touch()
 
-    def ask_to_reload(self, cause: str, is_last_good: bool = False) -> Reload:
-        wish = Reload(cause, is_last_good)
+    def ask_to_reload(self, cause: str, wanted: Wanted = "serve") -> Reload:
+        wish = Reload(cause, wanted)
         self.reloads.append(wish)
         self.touch()
         return wish
@@ -109,15 +111,15 @@ class Wishes:
 
     def take_reloads(self) -> list[Reload]:
         """The first requests, as far as they want the same."""
-        same = itertools.takewhile(lambda each: each.is_last_good == self.reloads[0].is_last_good, self.reloads)
+        same = itertools.takewhile(lambda each: each.wanted == self.reloads[0].wanted, self.reloads)
         taken = list(same)
         self.reloads = self.reloads[len(taken) :]
         return taken
 
     @property
     def has_reading(self) -> bool:
-        """Whether the next request is to read the configuration."""
-        return bool(self.reloads) and not self.reloads[0].is_last_good
+        """Whether the next request is to serve what the files say."""
+        return bool(self.reloads) and self.reloads[0].wanted == "serve"
 
     def take_for_start(self) -> Plan | None:
         """A start is about to be made: the new plan, if any; a start answers a wish for a restart, too."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from docker.models.containers import Container
 
 from weightkeeper.errors import ConfigError, DockerLostError, NotSupervisedError, ServiceError
+from weightkeeper.supervisor import last_words
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.connection import Connection
 from weightkeeper.supervisor.engines import Engines, Started, is_stopped, started
@@ -72,6 +73,10 @@ class Actor:
         back = Action(action.service, "the new configuration did not come up")
         ended = self._tell(back, self._reload(back, program, "--last-good"), "rollback")
         return "kept" if ended == "good" else "bad"
+
+    def is_passed(self, action: Action, program: Program) -> bool:
+        """Whether every launcher lets the config file pass. A refusal is told, no more is done. Raises as `reload`."""
+        return self._tell(action, self._refusals(action, program)) == "good"
 
     def restart(self, action: Action, is_start: bool = False) -> Ended:
         """Restart a service's containers, one after the other. Raises as `reload`.
@@ -153,10 +158,19 @@ class Actor:
                     replaced = Replaced("refused", str(error))
                 except ServiceError as error:  # the launcher does not answer, so nothing is known to have changed
                     replaced = Replaced("failed", str(error))
-                seconds = time.monotonic() - began
-                yield Outcome(
-                    replaced.result, seconds, replaced.detail, container.id, container.id, replaced.phases
-                )  # fmt: skip
+                yield _outcome(replaced, began, container, container.id)
+
+    def _refusals(self, action: Action, program: Program) -> Iterator[Outcome]:
+        for container in self._engines.containers(action.service):
+            if container.attrs["State"]["Status"] != "running":
+                continue  # nobody is in there to be asked
+            began = time.monotonic()
+            try:
+                Launched(container, program, self._stop).ask_to_check(action.cause)
+            except ConfigError as error:
+                yield Outcome("refused", time.monotonic() - began, str(error), container.id, container.id)
+            except ServiceError as error:
+                yield Outcome("failed", time.monotonic() - began, str(error), container.id, container.id)
 
     def _replaced(self, container: Container, program: Program, cause: str, options: tuple[str, ...]) -> Replaced:
         """Ask once: where Docker's answer is lost, the container's start and the launcher's generation tell."""
@@ -250,7 +264,15 @@ class Actor:
             except DockerLostError:
                 self._connection.wait()
                 start = None if self._stop.is_set() else started(container)
-        return Outcome(result, time.monotonic() - began, detail, before, container.id)
+        return _outcome(Replaced(result, detail), began, container, before)
 
     def _reason(self, waited: float) -> str:
         return ENDING if self._stop.is_set() else self._why_over(waited)
+
+
+def _outcome(replaced: Replaced, began: float, container: Container, before: str) -> Outcome:
+    """Of an action that began at that monotonic time; where the server is down, with what it said at last."""
+    seconds, detail = time.monotonic() - began, replaced.detail
+    if replaced.result in ("exited", "unhealthy") and (words := last_words.of_container(container, seconds)):
+        detail = f"{detail} ({words})" if detail else words
+    return Outcome(replaced.result, seconds, detail, before, container.id, replaced.phases)

@@ -141,6 +141,9 @@ class Applier:
         if isinstance(action, Recreate) and (ended := self._is_ours(action, service)):
             return ended
         if action.keeper and self._supplied.get(service.name) != (wanted := _shaping(service)):
+            # Before weights are loaded for it, or an engine is stopped: it may be an error of typing.
+            if isinstance(action, Reload) and not self._actor.is_passed(action, service.launcher):
+                return "kept"
             supply = self._weights.supply(action, service, self._sharing(service, snapshot))
             if supply == "refused":
                 return "kept"

@@ -79,6 +79,10 @@ class Launched:
         """
         return self._ask(CHECK_SECONDS, "engine-reload", "--cause", cause, *options)
 
+    def ask_to_check(self, cause: str) -> bool:
+        """Have the configuration checked, and nothing else done. As `ask_to_reload`."""
+        return self._ask(CHECK_SECONDS, "engine-reload", "--check", "--cause", cause)
+
     def follow(self, before: EngineStatus, why_over: Callable[[float], str]) -> Replaced:
         """Wait until a server after the one of `before` is ready, or the new ones end.
 

@@ -4,7 +4,8 @@
     weightkeeper engine --application standin -- --config …  behind our launcher
 
 Options, in the file or after it (which wins): port; max-model-len, a whole number from 1, which is checked before a
-server is replaced; crash, true for a server that ends with code 3 after a check that it passed; start-delay in seconds.
+server is replaced; crash, true for a server that ends with code 3 after a check that it passed; words, which it says
+before that; start-delay in seconds.
 """
 
 import os
@@ -53,6 +54,7 @@ def check(arguments: list[str]) -> None:
 def serve(arguments: list[str], listener: socket.socket) -> None:
     found = options(arguments)
     if found.get("crash") == "true":
+        print(found.get("words", ""), file=sys.stderr, flush=True)
         raise SystemExit(3)
     time.sleep(float(found.get("start-delay", "0")))
     server = HTTPServer(("", 0), Health, bind_and_activate=False)

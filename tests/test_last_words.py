@@ -1,0 +1,52 @@
+"""What a server said before it ended is found in its log. The lines are those of vLLM 0.32, shortened."""
+
+import pytest
+
+from weightkeeper.supervisor.last_words import MAX_CHARACTERS, error_in
+
+TOO_MUCH = (
+    "ValueError: Available memory on node 0 (19.57/23.54 GiB) is less than requested memory for kv (100000.0 GiB)."
+)
+WORKER = "(Worker pid=14453) ERROR 11-30 04:52:57 [multiproc_executor.py:1063] "
+CORE = "(EngineCore pid=13719) ERROR 11-30 04:52:57 [core.py:1510] "
+STARTING = "(APIServer pid=7) INFO 11-30 04:52:34 [model.py:2152] Using max model len 8192"
+LIMIT = "(APIServer pid=7) WARNING 11-30 04:52:34 [system_utils.py:255] This can cause errors like `OSError: too many`"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (
+            [
+                STARTING, LIMIT,
+                f"{WORKER}Traceback (most recent call last):",
+                f'{WORKER}  File "/vllm/v1/worker/cpu_worker.py", line 7, in determine_available_memory',
+                f"{WORKER}    raise ValueError(",
+                f"{WORKER}{TOO_MUCH}",
+                f"{CORE}RuntimeError: Worker failed with error 'Available …', please check the stack trace above",
+                "RuntimeError: Worker failed with error 'Available …', please check the stack trace above for it",
+                "    raise RuntimeError(",
+                "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+            ],
+            TOO_MUCH,
+        ),
+        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."],
+         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        (["(EngineCore pid=7) ValueError: first", "(EngineCore pid=7) KeyError: 'second'"], "KeyError: 'second'"),
+        (["vllm serve: error: unrecognized arguments: --x"], ""),
+        (["RuntimeError: Engine core initialization failed. See root cause above."],
+         "RuntimeError: Engine core initialization failed. See root cause above."),
+        ([STARTING, LIMIT, "Killed", "ValueError:", "  ValueError: in a source line"], ""),
+        (["2026-11-30 04:52:57,001 INFO weightkeeper.launcher: generation 2: ended: exit code 1"], ""),
+        ([], ""),
+    ],
+    ids=["worker", "memory", "the last one", "no traceback", "only a hint", "nothing", "ours", "empty"],
+)  # fmt: skip
+def test_the_error_is_the_last_one_that_says_what_went_wrong(lines, found):
+    assert error_in(lines) == found
+
+
+def test_an_error_is_cut_and_has_nothing_in_it_that_moves_a_terminal():
+    said = error_in([f"ValueError: \x1b[2J{'x' * 10_000}"])
+    assert said.startswith("ValueError: ?[2Jxxx")
+    assert len(said) == MAX_CHARACTERS + 1
