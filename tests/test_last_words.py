@@ -1,8 +1,8 @@
-"""What a server said before it ended is found in its log. The lines are those of vLLM 0.32, shortened."""
+"""What a server said of its start or its end is found in its log. The lines are those of vLLM 0.32, shortened."""
 
 import pytest
 
-from weightkeeper.supervisor.last_words import MAX_CHARACTERS, error_in
+from weightkeeper.supervisor.last_words import MAX_CHARACTERS, error_in, fallback_in
 
 TOO_MUCH = (
     "ValueError: Available memory on node 0 (19.57/23.54 GiB) is less than requested memory for kv (100000.0 GiB)."
@@ -50,3 +50,11 @@ def test_an_error_is_cut_and_has_nothing_in_it_that_moves_a_terminal():
     said = error_in([f"ValueError: \x1b[2J{'x' * 10_000}"])
     assert said.startswith("ValueError: ?[2Jxxx")
     assert len(said) == MAX_CHARACTERS + 1
+
+
+def test_a_fallback_to_disk_is_told_with_its_first_reason():
+    """Every worker says it."""
+    line = "(Worker pid=7) WARNING 11-30 04:52:57 [mapped_loader.py:213] weightkeeper: fallback to disk, code="
+    lines = [STARTING, f"{line}not_loaded: nothing is held", f"{line}timeout: x"]
+    assert fallback_in(lines) == "code=not_loaded: nothing is held"
+    assert fallback_in([STARTING, LIMIT]) == ""

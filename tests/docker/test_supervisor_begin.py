@@ -283,6 +283,17 @@ def test_a_configuration_that_does_not_come_up_is_rolled_back_once(prepared):
     ]
 
 
+def test_an_engine_that_reads_its_weights_from_disk_is_healthy_with_the_reason_said(prepared):
+    """In the log and in the history; the next start without one is told without."""
+    prepared.up()
+    prepared.supervise()
+    prepared.engine_yaml.write_text(EDITED + "words: 'weightkeeper: fallback to disk, code=timeout: it loads'\n")
+    prepared.expect("engine healthy S after reload (weights from disk, code=timeout: it loads)")
+    assert prepared.history()[-1]["detail"] == "weights from disk, code=timeout: it loads"
+    prepared.engine_yaml.write_text(EDITED)
+    until(lambda: prepared.messages()[-1:] == [HEALTHY], lambda: prepared.log.read_text())
+
+
 def test_what_was_rolled_back_and_then_started_by_docker_is_undone_by_the_right_file(prepared):
     """A container that starts by itself reads the wrong file; the engine is up once the file is right."""
     prepared.up()

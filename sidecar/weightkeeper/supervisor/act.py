@@ -271,8 +271,12 @@ class Actor:
 
 
 def _outcome(replaced: Replaced, began: float, container: Container, before: str) -> Outcome:
-    """Of an action that began at that monotonic time; where the server is down, with what it said at last."""
+    """Of an action that began at that monotonic time, with what the server said of its start or its end."""
     seconds, detail = time.monotonic() - began, replaced.detail
-    if replaced.result in ("exited", "unhealthy") and (words := last_words.of_container(container, seconds)):
-        detail = f"{detail} ({words})" if detail else words
+    if replaced.result in ("exited", "unhealthy"):
+        words = last_words.error_in(last_words.lines_of(container, seconds))
+        detail = f"{detail} ({words})" if detail and words else detail or words
+    elif replaced.result in ("healthy", "running"):
+        why = last_words.fallback_in(last_words.lines_of(container, seconds))
+        detail = f"weights from disk, {why}" if why else detail
     return Outcome(replaced.result, seconds, detail, before, container.id, replaced.phases)

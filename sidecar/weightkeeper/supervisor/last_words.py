@@ -1,4 +1,4 @@
-"""What a server said before it ended: the error that its container's log names, for whoever reads only our line."""
+"""What a server said of its start or its end, in its container's log, for whoever reads only our line."""
 
 import re
 import time
@@ -14,6 +14,8 @@ TAIL_LINES = 400
 """Of the log; a server with several workers ends with a traceback of each."""
 
 MAX_CHARACTERS = 300
+
+FALLBACK = "weightkeeper: fallback to disk, "
 
 _PREFIX = re.compile(r"^(?:\([^()]*\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
 """Of vLLM's log lines: `(EngineCore pid=7) ERROR 11-30 04:12:12 [core.py:900] `."""
@@ -35,12 +37,18 @@ def error_in(lines: Iterable[str]) -> str:
     return printable(found, MAX_CHARACTERS)
 
 
-def of_container(container: Container, seconds: float) -> str:
-    """The error that a container has logged in the last `seconds`; "" where none is seen, or Docker does not answer."""
+def fallback_in(lines: Iterable[str]) -> str:
+    """Why weights were read from disk, by the first such line of our loader; "" where there is none."""
+    texts = (line.partition(FALLBACK)[2] for line in lines)
+    return printable(next(filter(None, texts), "").strip(), MAX_CHARACTERS)
+
+
+def lines_of(container: Container, seconds: float) -> list[str]:
+    """What a container has logged in the last `seconds`, its end at least; none where Docker does not answer."""
     since = max(1.0, time.time() - seconds)
     try:
         with docker_answers():
             data = container.logs(since=since, tail=TAIL_LINES)
     except (DockerLostError, ServiceError):
-        return ""
-    return error_in(data.decode(errors="replace").splitlines())
+        return []
+    return data.decode(errors="replace").splitlines()

@@ -20,7 +20,9 @@ LEVELS = {
 
 def tell(history: History, verb: str, action: Action, outcome: Outcome) -> None:
     """Log an outcome and put it on record."""
-    log.log(LEVELS.get(outcome.result, logging.ERROR), "%s", said(verb, action.service, outcome))
+    level = LEVELS.get(outcome.result, logging.ERROR)
+    is_noted = outcome.detail and outcome.result in ("healthy", "running")
+    log.log(logging.WARNING if is_noted else level, "%s", said(verb, action.service, outcome))
     put(history, verb, action, outcome)
 
 
@@ -54,9 +56,9 @@ def said(verb: str, service: str, outcome: Outcome) -> str:
     log_of = f": see docker logs {outcome.after[:12]}"
     match outcome.result:
         case "healthy":
-            return f"{service} healthy {after}"
+            return f"{service} healthy {after}{detail}"
         case "running":
-            return f"{service} running {after} (it has no health check)"
+            return f"{service} running {after} (it has no health check){detail}"
         case "done":
             return f"{service} {verb} done after {outcome.seconds:.1f} s{detail}"
         case "exited":

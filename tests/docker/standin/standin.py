@@ -5,7 +5,7 @@
 
 Options, in the file or after it (which wins): port; max-model-len, a whole number from 1, which is checked before a
 server is replaced; crash, true for a server that ends with code 3 after a check that it passed; words, which it says
-before that; start-delay in seconds.
+as it starts; start-delay in seconds.
 """
 
 import os
@@ -53,8 +53,8 @@ def check(arguments: list[str]) -> None:
 
 def serve(arguments: list[str], listener: socket.socket) -> None:
     found = options(arguments)
+    print(found.get("words", "starting"), file=sys.stderr, flush=True)
     if found.get("crash") == "true":
-        print(found.get("words", ""), file=sys.stderr, flush=True)
         raise SystemExit(3)
     time.sleep(float(found.get("start-delay", "0")))
     server = HTTPServer(("", 0), Health, bind_and_activate=False)
