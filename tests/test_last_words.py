@@ -55,6 +55,7 @@ def test_an_error_is_cut_and_has_nothing_in_it_that_moves_a_terminal():
 def test_a_fallback_to_disk_is_told_with_its_first_reason():
     """Every worker says it."""
     line = "(Worker pid=7) WARNING 11-30 04:52:57 [mapped_loader.py:213] weightkeeper: fallback to disk, code="
-    lines = [STARTING, f"{line}not_loaded: nothing is held", f"{line}timeout: x"]
+    quoted = "INFO weightkeeper: reload engine: words → weightkeeper: fallback to disk, code=old: x"
+    lines = [STARTING, quoted, f"{line}not_loaded: nothing is held", f"{line}timeout: x"]
     assert fallback_in(lines) == "code=not_loaded: nothing is held"
     assert fallback_in([STARTING, LIMIT]) == ""

@@ -17,9 +17,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import models
 import pytest
@@ -155,15 +155,40 @@ def model(tmp_path_factory):
     return path
 
 
+class Plain(NamedTuple):
+    """A cold start without a fork, whose launcher was then killed.
+
+    Attributes:
+        seconds: up to its first answer.
+        left: those of its processes that were still there ten seconds after that.
+    """
+
+    answer: str
+    seconds: float
+    status: EngineStatus
+    left: list[int]
+
+
 @pytest.fixture(scope="module")
 def plain(model):
-    """A cold start without a fork: its first answer and the seconds up to it."""
     engine = Engine(config_of(model), "--no-prefork")
     try:
         answer = engine.ask_first()
-        return answer, time.monotonic() - engine.began, engine.until(lambda status: status.state == "ready")
+        seconds = time.monotonic() - engine.began
+        status = engine.until(lambda status: status.state == "ready")
+        engine.process.kill()
+        engine.process.wait()
+        return Plain(answer, seconds, status, left_of(status.processes))
     finally:
         engine.close()
+
+
+def left_of(pids: Collection[int]) -> list[int]:
+    """Those of these processes that are there after ten seconds, or none as soon as all are gone."""
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if pid in processes.table()]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +245,7 @@ def at_rest(engine: Engine) -> dict[str, Any]:
 
 def test_a_forked_server_answers_as_a_plain_one_does(plain, engine):
     """Same greedy tokens; the template has one thread, the plain start has its imports among its phases."""
-    answer, _, status = plain
+    answer, status = plain.answer, plain.status
     assert (status.prefork, "imports" in status.phases) == (False, True)
     status = engine.status()
     assert engine.ask() == answer
@@ -228,9 +253,15 @@ def test_a_forked_server_answers_as_a_plain_one_does(plain, engine):
     assert threads(status.template) == 1
 
 
+def test_a_plain_launcher_that_is_killed_leaves_no_process_of_vllm(plain):
+    """Engine core and workers that vLLM itself has spawned do not see the server's end in time, if at all."""
+    assert len(plain.status.processes) >= 3
+    assert plain.left == []
+
+
 def test_twenty_reloads_import_nothing_leave_nothing_and_take_a_tenth(plain, engine):
     """Against the cold start of the same run. Processes, descriptors, threads, shared memory and memory stay flat."""
-    answer, cold, _ = plain
+    answer, cold = plain.answer, plain.seconds
     template = engine.status().template
     seconds, files = [], set()
     for number in range(RELOADS):
@@ -258,7 +289,7 @@ def test_twenty_reloads_import_nothing_leave_nothing_and_take_a_tenth(plain, eng
 @pytest.mark.parametrize("victim", ["server", "EngineCore", "Worker"])
 def test_a_killed_process_is_replaced_without_anybodys_help(plain, engine, victim):
     """G08: nothing of the old server is left, and the new one is right."""
-    answer, _, _ = plain
+    answer = plain.answer
     status = engine.status()
     pid = status.pid if victim == "server" else engine.pid(f"VLLM::{victim}")
     files = shared_files(status.processes)
@@ -286,7 +317,7 @@ def test_a_killed_process_is_replaced_without_anybodys_help(plain, engine, victi
 )
 def test_a_refused_configuration_leaves_the_server_serving(plain, engine, change, words):
     """Checked by vLLM's own parser and configuration before the good server is stopped, and said in vLLM's words."""
-    answer, _, _ = plain
+    answer = plain.answer
     before = engine.status()
     good = dict(engine.config)
     engine.write(**change)
@@ -301,7 +332,7 @@ def test_a_refused_configuration_leaves_the_server_serving(plain, engine, change
 
 def test_a_changed_tokenizer_is_read_again(plain, engine, model):
     """What the template has of the model's directory counts only while its files are as they were."""
-    answer, _, _ = plain
+    answer = plain.answer
     file = model / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     decoder = tokenizer.decoder
@@ -358,20 +389,5 @@ def test_forked_workers_have_the_cpus_that_vllm_gives_to_spawned_ones(model, tmp
         status = engine.until(lambda status: status.refusal)
         assert f"Given number of CPU id list ['{cpu}'] doesn't match local world size 3" in status.refusal
         assert (status.state, status.pid) == ("ready", before.pid)
-    finally:
-        engine.close()
-
-
-def test_a_plain_launcher_that_is_killed_leaves_no_process_of_vllm(model):
-    """Engine core and workers that vLLM itself has spawned do not see the server's end in time, if at all."""
-    engine = Engine(config_of(model), "--no-prefork")
-    try:
-        started = engine.ready(1)
-        engine.process.kill()
-        engine.process.wait()
-        deadline = time.monotonic() + 10
-        while any(pid in processes.table() for pid in started.processes):
-            assert time.monotonic() < deadline, engine.log()
-            time.sleep(0.02)
     finally:
         engine.close()

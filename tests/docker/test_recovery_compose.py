@@ -113,7 +113,7 @@ def measured(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[r
         "--tokens",
         "8",
         "--steps",
-        "18",
+        "12",
     ]
     done = subprocess.run(
         [*command, "--out", str(out / "out"), "--json", str(out / "run.json"), "--limit", "60"],

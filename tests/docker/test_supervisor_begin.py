@@ -288,7 +288,8 @@ def test_an_engine_that_reads_its_weights_from_disk_is_healthy_with_the_reason_s
     prepared.up()
     prepared.supervise()
     prepared.engine_yaml.write_text(EDITED + "words: 'weightkeeper: fallback to disk, code=timeout: it loads'\n")
-    prepared.expect("engine healthy S after reload (weights from disk, code=timeout: it loads)")
+    said = f"{HEALTHY} (weights from disk, code=timeout: it loads)"
+    until(lambda: prepared.messages()[-1:] == [said], lambda: prepared.log.read_text())
     assert prepared.history()[-1]["detail"] == "weights from disk, code=timeout: it loads"
     prepared.engine_yaml.write_text(EDITED)
     until(lambda: prepared.messages()[-1:] == [HEALTHY], lambda: prepared.log.read_text())

@@ -128,6 +128,9 @@ def test_an_edit_while_no_supervisor_ran_is_planned_and_then_applied_once(prepar
     assert prepared.weightkeeper("plan", "--with", f"{file}={candidate}").stdout == (
         "reload engine: launcher.env NEW (unset) → 1\n"
     )
+    candidate.write_text("no assignment\n")
+    told = prepared.weightkeeper("plan", "--with", f"{file}={candidate}").stdout
+    assert told.startswith(f"keep engine: {candidate}: ")
     file.write_text(FIRST.replace("4", "8"))
     line = "reload engine: launcher.env LIMIT 4 → 8"
     assert prepared.weightkeeper("plan").stdout == f"{line}\n"

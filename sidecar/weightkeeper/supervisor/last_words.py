@@ -39,8 +39,9 @@ def error_in(lines: Iterable[str]) -> str:
 
 def fallback_in(lines: Iterable[str]) -> str:
     """Why weights were read from disk, by the first such line of our loader; "" where there is none."""
-    texts = (line.partition(FALLBACK)[2] for line in lines)
-    return printable(next(filter(None, texts), "").strip(), MAX_CHARACTERS)
+    texts = (_PREFIX.sub("", line, count=1) for line in lines)
+    found = next((text for text in texts if text.startswith(FALLBACK)), "")
+    return printable(found.removeprefix(FALLBACK).strip(), MAX_CHARACTERS)
 
 
 def lines_of(container: Container, seconds: float) -> list[str]:

@@ -186,17 +186,18 @@ def read_config(path: Path, source: Path | None = None) -> ConfigFile:
         text = files.read(source or path)
     except ConfigError as error:
         return ConfigFile(path, None, one_line(str(error)))
-    return parse_config(path, text)
+    return parse_config(path, text, source)
 
 
-def parse_config(path: Path, text: bytes) -> ConfigFile:
-    """A config file that holds this text."""
+def parse_config(path: Path, text: bytes, source: Path | None = None) -> ConfigFile:
+    """A config file that holds this text, which was read from `source` where that is given."""
+    named = source or path
     try:
-        return ConfigFile(path, engine_config.parse(text, str(path)), text=text)
+        return ConfigFile(path, engine_config.parse(text, str(named)), text=text)
     except ConfigError as error:
         return ConfigFile(path, None, one_line(str(error)), text)
     except (ValueError, RecursionError) as error:  # a date like 2026-13-01; a thousand brackets
-        return ConfigFile(path, None, one_line(f"{path}: not readable as YAML: {error}"), text)
+        return ConfigFile(path, None, one_line(f"{named}: not readable as YAML: {error}"), text)
 
 
 def one_line(text: str) -> str:

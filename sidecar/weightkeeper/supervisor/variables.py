@@ -38,17 +38,18 @@ def read(path: Path, source: Path | None = None) -> EnvFile:
         text = files.read(source or path)
     except ConfigError as error:
         return EnvFile(path, None, str(error))
-    return parse(path, text)
+    return parse(path, text, source)
 
 
-def parse(path: Path, text: bytes) -> EnvFile:
-    """A file that holds this text."""
+def parse(path: Path, text: bytes, source: Path | None = None) -> EnvFile:
+    """A file that holds this text, which was read from `source` where that is given."""
+    named = source or path
     if len(text) > environment.MAX_BYTES:
-        return EnvFile(path, None, f"{path}: over {environment.MAX_BYTES} bytes; the launcher does not read it", text)
+        return EnvFile(path, None, f"{named}: over {environment.MAX_BYTES} bytes; the launcher does not read it", text)
     try:
-        return EnvFile(path, environment.parse(text.decode(), str(path)), text=text)
+        return EnvFile(path, environment.parse(text.decode(), str(named)), text=text)
     except UnicodeDecodeError as error:
-        return EnvFile(path, None, f"{path}: not UTF-8: {error.reason} at byte {error.start}; save it as UTF-8", text)
+        return EnvFile(path, None, f"{named}: not UTF-8: {error.reason} at byte {error.start}; save it as UTF-8", text)
     except ConfigError as error:
         return EnvFile(path, None, str(error), text)
 
