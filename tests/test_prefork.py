@@ -36,6 +36,9 @@ pytestmark = pytest.mark.vllm
 
 SECONDS = 120
 RELOADS = 20
+STEADY = 16
+"""Equal looks, a tenth of a second apart, at what an engine holds; the launcher looks every half second."""
+
 PROMPT = "The capital of France is"
 
 
@@ -233,10 +236,13 @@ def held(engine: Engine) -> dict[str, Any]:
 
 
 def at_rest(engine: Engine) -> dict[str, Any]:
-    """As `held`, once it stays the same: the descriptor of a last question may not be closed yet."""
+    """As `held`, once it stays the same over several of the launcher's looks at the server's processes.
+
+    The descriptor of a last question may not be closed yet, that of a process begun last not opened.
+    """
     deadline = time.monotonic() + 30
     found = [held(engine)]
-    while len(found) < 5 and time.monotonic() < deadline:
+    while len(found) < STEADY and time.monotonic() < deadline:
         time.sleep(0.1)
         now = held(engine)
         found = [*found, now] if now == found[-1] else [now]
