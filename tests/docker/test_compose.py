@@ -191,6 +191,11 @@ def test_what_vllm_refuses_leaves_the_engine_serving(project: Project, engine, s
     project.engine_yaml.write_text(good + "block-size: seventeen\n")
     until("the refusal is said", lambda: "block-size" in project.launcher()["refusal"], 60)
     assert "seventeen" in project.log("supervisor")
+    loads = project.status()["loads"]
+    project.engine_yaml.write_text(good + "max-modell-len: 256\n")
+    until("the refusal is said", lambda: "unrecognized arguments" in project.launcher()["refusal"], 60)
+    assert "load, then reload engine: engine.yaml max-modell-len" in project.log("supervisor")
+    assert (project.status()["loads"], project.keeper_state()) == (loads, "ready")
     assert project.server() == engine
     assert "Paris" in project.answer()
     actions = len(project.history())
