@@ -130,7 +130,7 @@ def test_an_edit_while_no_supervisor_ran_is_planned_and_then_applied_once(prepar
     )
     candidate.write_text("no assignment\n")
     told = prepared.weightkeeper("plan", "--with", f"{file}={candidate}").stdout
-    assert told.startswith(f"keep engine: {candidate}: ")
+    assert told.startswith(f"keep engine: {candidate}, line 1: ")
     file.write_text(FIRST.replace("4", "8"))
     line = "reload engine: launcher.env LIMIT 4 → 8"
     assert prepared.weightkeeper("plan").stdout == f"{line}\n"
