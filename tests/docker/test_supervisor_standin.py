@@ -390,7 +390,7 @@ def test_a_plan_says_what_an_edit_would_do(stand):
     shown = stand.weightkeeper("plan", "--json", *given).stdout
     assert '"action":"reload"' in shown and '"kind":"reload"' in shown and '"reason":"the KV cache"' in shown
     candidate.write_text("model: [")
-    assert stand.weightkeeper("plan", *given).stdout.startswith(f"keep engine: {candidate}: ")
+    assert stand.weightkeeper("plan", *given).stdout.startswith(f"keep engine: {candidate}, line 1 ")
     stand.only()
     assert stand.history() == []
 
