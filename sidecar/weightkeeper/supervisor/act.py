@@ -170,7 +170,7 @@ class Actor:
             except ConfigError as error:
                 yield Outcome("refused", time.monotonic() - began, str(error), container.id, container.id)
             except ServiceError as error:
-                yield Outcome("failed", time.monotonic() - began, str(error), container.id, container.id)
+                log.warning("%s cannot be asked to check its configuration first: %s", container.name, error)
 
     def _replaced(self, container: Container, program: Program, cause: str, options: tuple[str, ...]) -> Replaced:
         """Ask once: where Docker's answer is lost, the container's start and the launcher's generation tell."""

@@ -142,7 +142,8 @@ class Applier:
             return ended
         if action.keeper and self._supplied.get(service.name) != (wanted := _shaping(service)):
             # Before weights are loaded for it, or an engine is stopped: it may be an error of typing.
-            if isinstance(action, Reload) and not self._actor.is_passed(action, service.launcher):
+            is_asked = isinstance(action, Reload) and not self._is_read(service)
+            if is_asked and not self._actor.is_passed(action, service.launcher):
                 return "kept"
             supply = self._weights.supply(action, service, self._sharing(service, snapshot))
             if supply == "refused":
