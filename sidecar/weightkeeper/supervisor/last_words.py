@@ -21,7 +21,7 @@ _PREFIX = re.compile(r"^(?:\([^()]*\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^
 """Of vLLM's log lines: `(EngineCore pid=7) ERROR 11-30 04:12:12 [core.py:900] `."""
 
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error): .*\S")
-"""The last line of a traceback, or a parser's."""
+"""The last line of a traceback; some classes are spelt small, like `struct.error`."""
 
 _ELSEWHERE = re.compile(r"(?:see|check) (?:the )?(?:root cause|error|stack trace)", re.IGNORECASE)
 """Of errors that say only that another process has one."""
