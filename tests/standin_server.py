@@ -34,6 +34,10 @@ import yaml
 
 from weightkeeper import phases
 
+# As vLLM does: some variables are set by the first import of it.
+os.environ["STANDIN_IMPORTED"] = "1"
+os.environ.setdefault("STANDIN_DEFAULT", "of the import")
+
 WARMED: list[str] = []
 BUSY: list[str] = []
 

@@ -510,6 +510,16 @@ def test_a_changed_variable_replaces_the_template():
         engine.close()
 
 
+@pytest.mark.parametrize("options", [(), ("--no-prefork",)], ids=["forked", "plain"])
+def test_variables_that_the_imports_set_are_the_servers_too(options):
+    """Forked or not; what the user has set is left where the imports leave it."""
+    with launcher(*options, variables={"STANDIN_DEFAULT": "of the user"}) as engine:
+        variables = engine.ready()["environment"]
+        assert (variables["STANDIN_IMPORTED"], variables["STANDIN_DEFAULT"]) == ("1", "of the user")
+        assert variables.get("PYTORCH_NVML_BASED_CUDA_CHECK") == (None if options else "1")
+        assert "OMP_NUM_THREADS" not in variables
+
+
 def test_what_a_server_leaves_in_a_session_of_its_own_is_ended():
     """Orphans of the old tree are found before the next server starts."""
     with launcher(leave=True) as engine:

@@ -238,7 +238,7 @@ def test_an_option_that_the_launcher_reads_has_its_full_name(tmp_path, monkeypat
 
     (tmp_path / "engine.yaml").write_text(f"model: m\n{in_file}\n")
     monkeypatch.setattr(vllm_server, "_refuse_unforked", passed)
-    monkeypatch.setattr(vllm_server, "_set_by_imports", {})
+    monkeypatch.setattr(vllm_server, "_is_warm", True)
     monkeypatch.setattr(vllm_server, "_checked", lambda words: vllm_server._parser().parse_args(["serve", *words]))
     monkeypatch.setattr(logging, "disable", lambda level: None)
     with pytest.raises(Passed if refused is None else ConfigError) as caught:

@@ -24,14 +24,12 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108  the kernel's name of it
 """Where shm_open(3) has its files."""
 
 
-def settle_in(variables: dict[str, str], listener: socket.socket) -> None:
+def settle_in(listener: socket.socket) -> None:
     """Be as a server that has made its imports itself, and have engine core and workers forked as well.
 
     Args:
-        variables: that the imports set.
         listener: which belongs to the server alone.
     """
-    os.environ.update(variables)
     threads.restore()
     vllm_tokenizer.renew()
     prefer_fork()

@@ -137,6 +137,7 @@ def everything() -> None:
         import setproctitle
 
         setproctitle.getproctitle()  # it finds where titles go only before the environment is another
+    _look("vLLM's base")  # which comes with this module
     for name in SERVER:
         importlib.import_module(name)
         _look(name)

@@ -11,7 +11,6 @@ import gc
 import io
 import itertools
 import logging
-import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
@@ -30,8 +29,8 @@ READ_BY_THE_LAUNCHER = (
 
 logger = logging.getLogger("vllm.weightkeeper")
 
-_set_by_imports: dict[str, str] | None = None
-"""Variables that the imports of `warm` set; None where nothing was warmed, and so nothing is forked."""
+_is_warm = False
+"""Whether this process or the one it is forked from was warmed."""
 
 
 def warm(arguments: list[str]) -> None:
@@ -40,8 +39,7 @@ def warm(arguments: list[str]) -> None:
     Raises:
         ImportError: this vLLM is not one of those that can be served.
     """
-    global _set_by_imports
-    before = dict(os.environ)
+    global _is_warm
     gc.disable()  # nothing of what is imported ends, so there is nothing to collect
     try:
         vllm_imports.everything()
@@ -56,7 +54,7 @@ def warm(arguments: list[str]) -> None:
         gc.enable()
     gc.collect()
     gc.freeze()  # a collection in a forked process would write to, and so copy, every page of this
-    _set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    _is_warm = True
 
 
 def check(arguments: list[str]) -> None:
@@ -68,7 +66,7 @@ def check(arguments: list[str]) -> None:
     logging.disable(logging.WARNING)  # the server will say it
     args = _checked(arguments)
     _refuse_abbreviations(arguments)
-    if _set_by_imports is not None:
+    if _is_warm:
         _refuse_unforked(args)
         vllm_forks.prefer_fork()
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -95,11 +93,11 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
     # at its end vLLM looks for who else has the port and finds the launcher, which is right to have it
     launcher.find_process_using_port = lambda port: None
     vllm_draining.install()
-    if _set_by_imports is not None:
-        vllm_forks.settle_in(_set_by_imports, listener)
+    if _is_warm:
+        vllm_forks.settle_in(listener)
     cli_env_setup()
     ServeSubcommand.cmd(_parse(arguments))
-    if _set_by_imports is not None:
+    if _is_warm:
         vllm_forks.end()
 
 

@@ -59,11 +59,18 @@ class Check:
 
 
 class Template:
-    """The dialogue with the launcher, from warm to the end of the channel."""
+    """The dialogue with the launcher, from warm to the end of the channel.
 
-    def __init__(self, channel: socket.socket, launcher: int):
+    Args:
+        channel: to the launcher.
+        launcher: process id of it.
+        variables: that the imports set; over those of a request.
+    """
+
+    def __init__(self, channel: socket.socket, launcher: int, variables: dict[str, str]):
         self._channel = channel
         self._launcher = launcher
+        self._variables = variables
 
     def answer(self) -> Server | Check | None:
         """Answer requests. Returns what to run in a forked child, and None in the template itself, at the end."""
@@ -120,11 +127,12 @@ class Template:
             self._channel.close()
             await_go(descriptors[-1])
             await_parent(self._launcher)
+            environment = request["environment"] | self._variables
             if request["op"] == "check":
-                become(request["environment"])
+                become(environment)
                 return Check(request["arguments"], descriptors[0])
             listener, marks, _ = descriptors
-            become(request["environment"] | {phases.CHANNEL: str(marks), "TMPDIR": request["directory"]})
+            become(environment | {phases.CHANNEL: str(marks), "TMPDIR": request["directory"]})
             phases.mark("server", "fork")
             return Server(request["arguments"], listener)
         os.close(writing)
@@ -165,13 +173,13 @@ def main() -> None:
         child: Server | Check | None = Server(options.arguments, options.serve)
         phases.mark("server", "imports")
     else:
-        application, message = warm(options.application, options.arguments)
+        application, message, variables = warm(options.application, options.arguments)
         channel = socket.socket(fileno=options.channel)
         with contextlib.suppress(ConnectionError):
             channel.send(json.dumps(message).encode())
         if application is None:
             return
-        child = Template(channel, options.launcher).answer()
+        child = Template(channel, options.launcher, variables).answer()
     if isinstance(child, Check) and application is not None:
         _write(child.outcome, json.dumps(check(application, child.arguments)).encode())
         sys.stdout.flush()

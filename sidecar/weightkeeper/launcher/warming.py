@@ -1,10 +1,8 @@
 """The imports of a server, and whether a process that has them can be forked."""
 
-import contextlib
 import importlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -12,6 +10,7 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
+from weightkeeper.launcher import cuda_state
 from weightkeeper.launcher.native_threads import NativeThread, native_threads
 
 SINGLE_THREADED = dict.fromkeys(
@@ -19,25 +18,38 @@ SINGLE_THREADED = dict.fromkeys(
 )
 """Variables that keep libraries from starting threads as they are imported. A server gets the user's own again."""
 
+CAREFUL = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Variables under which imports do not initialize CUDA to see whether there is any. vLLM sets it too, but in the midst
+of its own imports; servers have it as well."""
+
 ALLOWED_THREADS = "WEIGHTKEEPER_ALLOW_THREADS"
 """Variable with names between commas, of native threads or of the libraries they wait in (`libexample*`), that may be
 lost at a fork: idle ones that hold no lock. A thread of Python's own is never allowed."""
 
-_CUDA_DEVICE = "/dev/nvidia-uvm"
+HARMLESS_THREADS = ("jemalloc_bg_thd", "cuda[0-9]*")
+"""Names of native threads that may be lost always. jemalloc's own fork handlers see to its thread (libarrow has one);
+NVML leaves the other, and vLLM itself forks after it. Whether CUDA is initialized is asked apart from it."""
 
 
-def warm(application: str, arguments: list[str]) -> tuple[ModuleType | None, dict[str, Any]]:
-    """Import everything; the application, and what to say to the launcher."""
+def warm(application: str, arguments: list[str]) -> tuple[ModuleType | None, dict[str, Any], dict[str, str]]:
+    """Import everything.
+
+    Returns:
+        The application; what to say to the launcher; variables that the imports set, which every server has to have.
+    """
     began = time.monotonic()
+    before = dict(os.environ)
+    os.environ |= CAREFUL
     try:
         module = importlib.import_module(application)
         module.warm(arguments)
     except (Exception, SystemExit) as error:
         logging.getLogger(__name__).warning("the imports of the server broke", exc_info=True)
-        return None, {"unusable": f"{type(error).__name__}: {error}"}
+        return None, {"unusable": f"{type(error).__name__}: {error}"}, {}
     if (reason := unfit()) is not None:
-        return None, {"unusable": reason}
-    return module, {"ready": True, "seconds": time.monotonic() - began, "threads": len(os.listdir("/proc/self/task"))}
+        return None, {"unusable": reason}, {}
+    message = {"ready": True, "seconds": time.monotonic() - began, "threads": len(os.listdir("/proc/self/task"))}
+    return module, message, {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
 def unfit() -> str | None:
@@ -45,13 +57,8 @@ def unfit() -> str | None:
     if others := _others():
         names = ", ".join(others)
         return f"the imports left {len(others) + 1} threads running, and a fork keeps only one (besides it: {names})"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if cuda_state.is_initialized():
         return "the imports initialized CUDA, which no fork survives"
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(_CUDA_DEVICE):
-                return f"the imports opened {_CUDA_DEVICE}, so that CUDA is initialized, which no fork survives"
     return None
 
 
@@ -59,10 +66,14 @@ def _others() -> list[str]:
     """The threads besides the first that no fork may lose."""
     # not by native_id, which before Python 3.12 is still the parent's in a forked process
     python = [f"{each.name} of Python" for each in threading.enumerate() if each is not threading.main_thread()]
-    allowed = {name.strip() for name in os.environ.get(ALLOWED_THREADS, "").split(",")}
+    allowed = {name for each in os.environ.get(ALLOWED_THREADS, "").split(",") if (name := each.strip())}
     native = native_threads()
     return python + [str(one) for one in native if not _is_allowed(one, allowed)]
 
 
 def _is_allowed(thread: NativeThread, names: Collection[str]) -> bool:
-    return thread.name in names or any(fnmatchcase(thread.library, name) for name in names if name)
+    return (
+        thread.name in names
+        or any(fnmatchcase(thread.name, name) for name in HARMLESS_THREADS)
+        or any(fnmatchcase(thread.library, name) for name in names)
+    )
