@@ -196,7 +196,9 @@ def _harmless(names: Sequence[str]) -> list[str]:
 def _tried(names: Sequence[str]) -> tuple[int, str]:
     """How many of these, from the first on, are harmless together, and what is wrong with the next."""
     reading, writing = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is any other thread
+        child = os.fork()
     if child == 0:
         try:
             _try(names, writing)

@@ -1,10 +1,13 @@
 """What may be done on a GPU machine before a fork, by the driver's own word. `make test-gpu`"""
 
+import os
 import subprocess
 import sys
 
 import pytest
 from gpu_machine import REHEARSING, WHY_NOT
+
+from weightkeeper.launcher.warming import CAREFUL, SINGLE_THREADED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REHEARSING, reason="needs the GPU's driver")]
 
@@ -28,7 +31,7 @@ SAID = """
 import ctypes
 ctypes.CDLL("libcuda.so.1")
 from weightkeeper.launcher import warming
-print("unfit:", warming.unfit())
+print("unfit:", warming.unfit(), flush=True)
 """
 
 
@@ -36,7 +39,8 @@ def told(script: str) -> list[str]:
     if WHY_NOT:
         pytest.skip(WHY_NOT)
     words = [sys.executable, "-c", script]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    environment = os.environ | SINGLE_THREADED | CAREFUL
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout.splitlines()
 
 

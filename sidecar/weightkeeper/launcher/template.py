@@ -26,6 +26,7 @@ import logging
 import os
 import socket
 import sys
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -145,7 +146,9 @@ class Template:
 def _fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    return os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any thread; `unfit` has looked closer
+        return os.fork()
 
 
 def _read(descriptor: int) -> bytes:

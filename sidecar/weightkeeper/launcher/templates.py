@@ -147,7 +147,8 @@ class Templates:
                 raise
             else:
                 self.why_plain = ""
-                logger.info("warm: the imports took %.1f s and left %d thread", template.seconds, template.threads)
+                left = f"{template.threads} thread{'s' if template.threads > 1 else ''}"
+                logger.info("warm: the imports took %.1f s and left %s", template.seconds, left)
                 return template
         return self._plain(f"{TRIES} templates in a row ended while they were warming")
 
