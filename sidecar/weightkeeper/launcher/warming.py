@@ -54,11 +54,11 @@ def warm(application: str, arguments: list[str]) -> tuple[ModuleType | None, dic
 
 def unfit() -> str | None:
     """Why nothing may be forked from this process; None where it may."""
+    if cuda_state.is_initialized():  # first, for it has threads of its own
+        return "the imports initialized CUDA, which no fork survives"
     if others := _others():
         names = ", ".join(others)
         return f"the imports left {len(others) + 1} threads running, and a fork keeps only one (besides it: {names})"
-    if cuda_state.is_initialized():
-        return "the imports initialized CUDA, which no fork survives"
     return None
 
 
