@@ -120,6 +120,7 @@ def test_docker_s_times_are_read_to_the_nanosecond():
         (Outcome("failed", 0.0, "no room"), "engine restart failed: no room"),
         (Outcome("refused", 0.0, "block-size: x"), "engine goes on as it is: block-size: x"),
         (Outcome("done", 2.0, "loaded"), "engine restart done after 2.0 s (loaded)"),
+        (Outcome("undecided", 2.0, "told to end"), "engine restart undecided after 2.0 s (told to end)"),
     ],
 )  # fmt: skip
 def test_every_outcome_is_one_line(outcome, line):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weightkeeper.supervisor.last_words import MAX_CHARACTERS, error_in, fallback_in
+from weightkeeper.supervisor.last_words import MAX_CHARACTERS, error_in, fallback_in, of_server
 
 TOO_MUCH = (
     "ValueError: Available memory on node 0 (19.57/23.54 GiB) is less than requested memory for kv (100000.0 GiB)."
@@ -39,8 +39,18 @@ LIMIT = "(APIServer pid=7) WARNING 11-30 04:52:34 [system_utils.py:255] This can
         ([STARTING, LIMIT, "Killed", "ValueError:", "  ValueError: in a source line"], ""),
         (["2026-11-30 04:52:57,001 INFO weightkeeper.launcher: generation 2: ended: exit code 1"], ""),
         ([], ""),
+        ([f"{CORE}Traceback (most recent call last):", f"{CORE}MemoryError"], "MemoryError"),
+        (["torch.OutOfMemoryError"], "torch.OutOfMemoryError"),
+        (["KeyboardInterrupt\r"], "KeyboardInterrupt"),
+        (["ValueError: too long", "asyncio.exceptions.CancelledError"], "ValueError: too long"),
+        (["MemoryError", "asyncio.exceptions.CancelledError", "RuntimeError: It failed. See root cause above."],
+         "MemoryError"),
+        (["RuntimeError: It failed. See root cause above.", "zlib.error"], "zlib.error"),
+        (["error", "Error", "  MemoryError", "no MemoryError"], ""),
     ],
-    ids=["worker", "memory", "the last one", "no traceback", "only a hint", "nothing", "ours", "empty"],
+    ids=["worker", "memory", "the last one", "no traceback", "only a hint", "nothing", "ours", "empty", "bare",
+         "bare torch", "bare interrupt", "words before none",
+         "the first of those without", "bare before a hint", "no bare one"],
 )  # fmt: skip
 def test_the_error_is_the_last_one_that_says_what_went_wrong(lines, found):
     assert error_in(lines) == found
@@ -59,3 +69,26 @@ def test_a_fallback_to_disk_is_told_with_its_first_reason():
     lines = [STARTING, quoted, f"{line}not_loaded: nothing is held", f"{line}timeout: x"]
     assert fallback_in(lines) == "code=not_loaded: nothing is held"
     assert fallback_in([STARTING, LIMIT]) == ""
+
+
+LAUNCHER = "2026-11-30 04:52:57,001 INFO weightkeeper.launcher.generation: generation"
+
+
+def test_what_a_server_said_begins_with_its_own_start():
+    """The end of the one before, and what users quote, are not its words; 0 is the newest server."""
+    lines = [
+        "ValueError: of the old one", f"{LAUNCHER} 6: pid 7 started (reload: x)", "ValueError: of the sixth",
+        f"{LAUNCHER} 7: pid 8 started (crash: exit code 1)", f"words {LAUNCHER} 6: pid 7 started", "last",
+    ]  # fmt: skip
+    assert of_server(lines, 6) == lines[1:]
+    assert of_server(lines, 7) == of_server(lines) == lines[3:]
+    assert of_server(lines, 8) == lines
+
+
+def test_a_server_that_could_not_be_started_has_said_nothing():
+    """What is in the log was said by the one before."""
+    lines = [
+        "ValueError: of the old one",
+        f"{LAUNCHER} 6: the server cannot be started: no room".replace("INFO", "ERROR"),
+    ]
+    assert error_in(of_server(lines, 6)) == ""

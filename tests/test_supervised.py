@@ -312,7 +312,7 @@ def test_a_server_is_followed_until_a_later_one_is_ready():
     """One of the generation before, or that is not ready, is not it."""
     before = told("ready", 5, 100.0)
     looks = told("ready", 5, 100.0), told("starting", 6, 100.0), told("ready", 6, 100.0)
-    assert followed(before, *looks) == Replaced("healthy", "", {"fork": 0.5})
+    assert followed(before, *looks) == Replaced("healthy", "", {"fork": 0.5}, 6)
     assert followed(before, *looks[:2]) == Replaced("starting", "in vain")
 
 
@@ -322,7 +322,7 @@ def test_a_launcher_that_was_started_anew_counts_from_one():
     assert followed(before, told("warming", 0, 200.0), told("ready", 1, 200.0)).result == "healthy"
     dead = [Ended(number, 9, 201.0, f"crash: exit code {number}", False) for number in (1, 2)]
     ended = followed(before, *(told("waiting", one.generation, 200.0, last_exit=one) for one in dead))
-    assert ended == Replaced("exited", "with exit code 2")
+    assert ended == Replaced("exited", "with exit code 2", generation=2)
 
 
 class NoContainers:

@@ -89,7 +89,7 @@ def test_what_the_engine_would_refuse_has_no_weights_loaded_for_it(stand):
     loads, generation = stand.keeper()["loads"], stand.engine()["generation"]
     stand.engine_yaml.write_text(HALF.replace("2048", "-1"))
     stand.expect("engine goes on as it is: max-model-len -1 is not positive")
-    assert stand.done() == [("reload", "refused")]
+    assert stand.done() == [("check", "refused")]
     assert (stand.keeper()["loads"], stand.engine()["generation"]) == (loads, generation)
 
 

@@ -1,4 +1,4 @@
-"""What is applied to the engines, what was tried in vain, and how an action of a plan is carried out."""
+"""What is applied to the engines, and how an action of a plan is carried out."""
 
 import logging
 import time
@@ -15,10 +15,11 @@ from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.engines import Engines
 from weightkeeper.supervisor.follow import Outcome, nanoseconds
 from weightkeeper.supervisor.history import History
-from weightkeeper.supervisor.plan import Action, Nothing, Recreate, Refuse, Reload, applied
+from weightkeeper.supervisor.plan import Action, Recreate, Refuse, Reload, applied
 from weightkeeper.supervisor.project import ConfigFile, Service, Snapshot
 from weightkeeper.supervisor.say import tell
 from weightkeeper.supervisor.state import Applied, State, of_service
+from weightkeeper.supervisor.tried import Tried, start_of
 from weightkeeper.supervisor.variables import EnvFile
 from weightkeeper.supervisor.weights import Weights
 
@@ -29,10 +30,11 @@ class Applier:
     """The engines of one project.
 
     Attributes:
-        now: the project as far as it is applied; to be read after `begin`.
+        now: the project as far as it is applied; to be read after `begin`, as all else is to be called after it.
     """
 
     now: Snapshot
+    _tried: Tried
 
     def __init__(
         self, engines: Engines, actor: Actor, weights: Weights, state: State, history: History
@@ -42,11 +44,7 @@ class Applier:
         self._weights = weights
         self._state = state
         self._history = history
-        self._tried: dict[str, str] = {}
-        self._vain: dict[str, Service] = {}
-        self._reloads: dict[str, int | None] = {}
         self._noted: dict[str, tuple[str, int]] = {}
-        self._started: dict[str, str] = {}
         self._good: dict[str, Mapping[str, Any]] = {}
         self._supplied: dict[str, Mapping[str, Any]] = {}
 
@@ -57,15 +55,16 @@ class Applier:
             DockerLostError: Docker does not answer.
         """
         written = self._state.read()
-        services = dict(snapshot.services)
+        services, failed = dict(snapshot.services), {}
         for engine in snapshot.engines:
             before = written.get(engine.name)
             if before and before.failed:
-                self._tried[engine.name] = before.failed
+                failed[engine.name] = before.failed
             if before and before.good:
                 self._good[engine.name] = before.good
             services[engine.name] = self._found(engine, before)
         self.now = replace(snapshot, services=services)
+        self._tried = Tried(self._engines, self._actor, failed)
         for engine in snapshot.engines:
             if services[engine.name].hash == engine.hash:
                 self._good.setdefault(engine.name, snapshot.resolved)
@@ -78,11 +77,7 @@ class Applier:
 
     def untried(self, actions: list[Action], snapshot: Snapshot) -> list[Action]:
         """Without what was tried for the same files already, and did not come up."""
-        keys = {name: service.key for name, service in snapshot.services.items()}
-        for name in [name for name, key in self._tried.items() if key != keys.get(name)]:
-            del self._tried[name]
-            self._vain.pop(name, None)
-        return [one for one in actions if isinstance(one, Nothing) or one.service not in self._tried]
+        return self._tried.untried(actions, snapshot)
 
     def settle(self) -> None:
         """Count what was tried in vain as applied where its file was read since: the container was started, or somebody
@@ -91,20 +86,18 @@ class Applier:
         Raises:
             DockerLostError: Docker does not answer.
         """
-        for name, service in list(self._vain.items()):
-            if self._start_of(name) != self._started.get(name) or self._is_reloaded(service):
-                before = self.now.services[name]
-                read = replace(before, config=service.config, env_files=service.env_files)
-                self.now = replace(self.now, services={**self.now.services, name: read})
-                del self._tried[name], self._vain[name]
+        for service in self._tried.take_read():
+            read = replace(self.now.services[service.name], config=service.config, env_files=service.env_files)
+            self.now = replace(self.now, services={**self.now.services, service.name: read})
 
     def take(self, snapshot: Snapshot, waiting: Collection[str]) -> None:
         """Count a snapshot as applied, but for what waits and what was tried in vain."""
-        self.now = applied(self.now, snapshot, {*waiting, *self._tried})
+        vain = {name for name in snapshot.services if name in self._tried}
+        self.now = applied(self.now, snapshot, {*waiting, *vain})
         self._write()
 
     def apply(self, action: Action, snapshot: Snapshot, compose: Compose) -> Ended:
-        """Carry out one action.
+        """Carry out one action. One that is `undecided` is neither applied nor tried: it is there to be begun again.
 
         Raises:
             NotSupervisedError: its container does not carry the label; nothing was done.
@@ -112,9 +105,10 @@ class Applier:
         """
         service = snapshot.services[action.service]
         ended = self._ended(action, service, snapshot, compose)
+        if ended == "undecided":
+            return ended
         if ended == "kept":
-            self._tried[service.name], self._vain[service.name] = service.key, service
-            self._reloads[service.name] = self._reloads_of(service)
+            self._tried.add(service)
         else:
             self.now = replace(self.now, services={**self.now.services, service.name: service})
             self._supplied.pop(service.name, None)
@@ -143,11 +137,11 @@ class Applier:
         if action.keeper and self._supplied.get(service.name) != (wanted := _shaping(service)):
             # Before weights are loaded for it, or an engine is stopped: it may be an error of typing.
             is_asked = isinstance(action, Reload) and not self._is_read(service)
-            if is_asked and not self._actor.is_passed(action, service.launcher):
-                return "kept"
+            if is_asked and (ended := self._actor.check(action, service.launcher)) != "good":
+                return ended
             supply = self._weights.supply(action, service, self._sharing(service, snapshot))
-            if supply == "refused":
-                return "kept"
+            if supply in ("refused", "undecided"):
+                return "kept" if supply == "refused" else "undecided"
             for each in self._sharing(service, snapshot):
                 self._supplied[each.name] = wanted
             if supply in ("started", "failed") and not isinstance(action, Recreate):
@@ -163,7 +157,7 @@ class Applier:
     def _is_ours(self, action: Action, service: Service) -> Ended | None:
         """How a recreation ended before it began: it was done already, or the container is not made from our files."""
         before = self.now.services[service.name]
-        for container in self._engines.containers(service.name):
+        for container in self._engines.existing(service.name):
             if origin.is_made_from(container, before):
                 continue
             if origin.is_made_from(container, service):
@@ -178,8 +172,8 @@ class Applier:
     def _is_read(self, service: Service) -> bool:
         """Whether its containers were all started after it was noted: what Docker, lost and back, starts reads anew."""
         key, moment = self._noted.get(service.name, ("", 0))
-        starts = [one.attrs["State"]["StartedAt"] for one in self._engines.containers(service.name)]
-        return key == service.key and all(nanoseconds(start) > moment for start in starts)
+        starts = [one.attrs["State"]["StartedAt"] for one in self._engines.existing(service.name)]
+        return bool(starts) and key == service.key and all(nanoseconds(start) > moment for start in starts)
 
     def _found(self, engine: Service, before: Applied | None) -> Service:
         """An engine as its containers have it, as far as that can be known."""
@@ -205,30 +199,12 @@ class Applier:
         written = {}
         for engine in self.now.engines:
             try:
-                self._started[engine.name] = started = self._start_of(engine.name)
+                started = start_of(self._engines, engine.name)
             except DockerLostError:
                 return  # what is there is nearer to the truth
-            tried, good = self._tried.get(engine.name, ""), self._good.get(engine.name, {})
-            written[engine.name] = of_service(engine, started, tried, good)
+            good = self._good.get(engine.name, {})
+            written[engine.name] = of_service(engine, started, self._tried.key(engine.name), good)
         self._state.write(written)
-
-    def _is_reloaded(self, service: Service) -> bool:
-        """Whether a launcher was told to reload since the service was tried in vain; False where that is not known."""
-        before, now = self._reloads.get(service.name), self._reloads_of(service)
-        return before is not None and now is not None and now > before
-
-    def _reloads_of(self, service: Service) -> int | None:
-        try:
-            return self._actor.reloads(service.name, service.launcher) if service.launcher else None
-        except DockerLostError:
-            return None
-
-    def _start_of(self, name: str) -> str:
-        """When the containers of a service were started; "" where there is none."""
-        try:
-            return " ".join(one.attrs["State"]["StartedAt"] for one in self._engines.containers(name))
-        except ServiceError:
-            return ""
 
 
 def _as_read(engine: Service, before: Applied, started: str) -> Service:

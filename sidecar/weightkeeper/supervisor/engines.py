@@ -1,6 +1,7 @@
 """The engines' containers: find, restart, recreate. Docker's SDK does it, but for recreating, which is Compose's."""
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ ONE_OFF_LABEL = "com.docker.compose.oneoff"
 
 STOP_SECONDS = 10
 """Docker's grace where a container has none of its own."""
+
+ASK_SECONDS = 1.0
+"""For a request to reach Docker: an engine that was stopped for other weights is started again as we end."""
 
 STOPPED_CODES = (0, 130, 137, 143)
 """Exit codes of a container that was most likely stopped on purpose."""
@@ -43,22 +47,27 @@ class Engines:
         self._stop = stop
 
     def containers(self, service: str) -> list[Container]:
-        """The containers of a service, running or not; refused where one does not carry the label.
+        """As `existing`, at least one.
 
         Raises:
             ServiceError: there is none.
             NotSupervisedError: there is one without the label.
             DockerLostError: Docker does not answer.
         """
-        labels = [f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}={service}"]
-        with docker_answers():
-            found = self._connection.client().containers.list(all=True, filters={"label": labels})
-        found = [one for one in found if one.labels.get(ONE_OFF_LABEL) != "True"]
+        found = self.existing(service)
         if not found:
             raise ServiceError(
                 f"{service} has no container in the project {self._project};"
                 f" make it with `docker compose up -d {service}`"
             )
+        return found
+
+    def existing(self, service: str) -> list[Container]:
+        """The containers of a service, running or not; refused where one does not carry the label. Raises likewise."""
+        labels = [f"{PROJECT_LABEL}={self._project}", f"{SERVICE_LABEL}={service}"]
+        with docker_answers():
+            found = self._connection.client().containers.list(all=True, filters={"label": labels})
+        found = [one for one in found if one.labels.get(ONE_OFF_LABEL) != "True"]
         if any(one.labels.get(LABEL, "").lower() != "true" for one in found):
             raise NotSupervisedError(
                 f"the container of {service} does not carry the label {LABEL}: true, so it is not touched;"
@@ -133,7 +142,7 @@ class Engines:
         return min(found, key=lambda one: one.name)
 
     def _call(self, work: Callable[[], object]) -> bool:
-        """Wait for Docker's answer, but no longer than until we are told to end; whether it came."""
+        """Wait for Docker's answer, but when we are told to end only until it surely was asked; whether it came."""
         errors: list[WeightkeeperError] = []
 
         def run() -> None:
@@ -145,7 +154,8 @@ class Engines:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        while thread.is_alive() and not self._stop.is_set():
+        began = time.monotonic()
+        while thread.is_alive() and not (self._stop.is_set() and time.monotonic() - began > ASK_SECONDS):
             thread.join(0.05)
         if errors:
             raise errors[0]

@@ -15,10 +15,11 @@ from weightkeeper.supervisor.engines import Started, inspect
 from weightkeeper.supervisor.project import one_line
 
 Result = Literal[
-    "healthy", "running", "unhealthy", "exited", "starting", "gone", "failed", "skipped", "refused", "done"
+    "healthy", "running", "unhealthy", "exited", "starting", "gone", "failed", "skipped", "refused", "done", "undecided"
 ]
 """`running`: no health check, and it stays up. `starting`: not known yet when waiting ended. `refused`: nothing was
-done, the engine goes on as it was. `done`: of what has no health."""
+done, the engine goes on as it was. `done`: of what has no health. `undecided`: we were told to end before it was begun
+or its answer came; it has to be begun again."""
 
 LOOK_SECONDS = 0.25
 

@@ -25,10 +25,11 @@ class Record(msgspec.Struct, frozen=True):
 
     Attributes:
         time: of its end, ISO 8601 in UTC.
-        action: `reload`, `restart`, `recreate`, `load`, `swap`, `rollback`, or, not by us, `crash` and `start`.
+        action: `reload`, `restart`, `recreate`, `load`, `start`, `rollback`; `check`, of what was refused before
+            weights were loaded for a reload; or, not by us, `crash` and `start`.
         cause: why, in words.
         result: `healthy`, `running`, `unhealthy`, `exited`, `starting`, `gone`,
-            `failed`, `skipped`, `refused`, `done`.
+            `failed`, `skipped`, `refused`, `done`, `undecided`.
         detail: more about the result, for people.
         from_: option or field → its value before, of what was changed; in the file it is called `from`.
         to: likewise, after.

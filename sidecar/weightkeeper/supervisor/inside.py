@@ -38,6 +38,11 @@ class Done:
         return self.code == CONFIG_CODE and PREFIX in self.errors
 
     @property
+    def is_unknown(self) -> bool:
+        """Our program does not know this verb or option: it is of another release."""
+        return self.code == CONFIG_CODE and not self.is_refusal and "Error: No such " in self.errors
+
+    @property
     def reason(self) -> str:
         """Why it failed, in one line: from our program's own line on, else the last one."""
         text = (self.errors or self.output).strip()

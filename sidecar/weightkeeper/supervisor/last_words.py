@@ -1,14 +1,15 @@
 """What a server said of its start or its end, in its container's log, for whoever reads only our line."""
 
 import re
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from docker.models.containers import Container
 
 from weightkeeper.errors import DockerLostError, ServiceError
 from weightkeeper.quantities import printable
 from weightkeeper.supervisor.connection import docker_answers
+from weightkeeper.supervisor.follow import Outcome
 
 TAIL_LINES = 400
 """Of the log; a server with several workers ends with a traceback of each."""
@@ -23,17 +24,57 @@ _PREFIX = re.compile(r"^(?:\([^()]*\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error): .*\S")
 """The last line of a traceback; some classes are spelt small, like `struct.error`."""
 
+_BARE = re.compile(r"^(?:(?:\w+\.)*(?:\w+(?:Error|Exception)|KeyboardInterrupt)|(?:\w+\.)+error)\s*$")
+"""The same of an error that has no words."""
+
 _ELSEWHERE = re.compile(r"(?:see|check) (?:the )?(?:root cause|error|stack trace)", re.IGNORECASE)
 """Of errors that say only that another process has one."""
 
+_SERVER = re.compile(
+    r"^\S+ \S+ [A-Z]+ weightkeeper\.launcher\.\w+: generation (\d+): (?:pid \d+ started|the server cannot be)"
+)
+"""Our launcher's line about a server that starts, or cannot be started or watched."""
+
+
+def added(outcome: Outcome, container: Container, since: float, generation: int = 0) -> Outcome:
+    """An outcome with what the server said of its end, or of a healthy start without the keeper's weights.
+
+    Args:
+        since: seconds since the epoch; what the container logged before is another server's.
+        generation: of our launcher's server whose outcome it is; 0 where it is the container's.
+    """
+    detail = outcome.detail
+    if outcome.result in ("exited", "unhealthy"):
+        lines = lines_of(container, since)
+        words = error_in(of_server(lines, generation) if generation else lines)
+        detail = f"{detail} ({words})" if detail and words else detail or words
+    elif outcome.result in ("healthy", "running"):
+        why = fallback_in(of_server(lines_of(container, since), generation))
+        detail = f"weights from disk, {why}" if why else detail
+    return replace(outcome, detail=detail)
+
+
+def of_server(lines: Sequence[str], generation: int = 0) -> Sequence[str]:
+    """The lines from the start of one of our launcher's servers on, 0: of the newest; all where no such start is in."""
+    for place in reversed(range(len(lines))):
+        match = _SERVER.match(lines[place])
+        if match and (not generation or int(match[1]) == generation):
+            return lines[place:]
+    return lines
+
 
 def error_in(lines: Iterable[str]) -> str:
-    """The last error in these lines of a log that says what went wrong; "" where there is none."""
-    found = ""
+    """The error in these lines of a log that says most of what went wrong; "" where there is none.
+
+    It is the last one with words of its own; else the first one without words, as what it cancels comes after it; else
+    one that points to another.
+    """
+    found, most = "", 0
     for line in lines:
         text = _PREFIX.sub("", line, count=1)
-        if _ERROR.match(text) and not (found and _ELSEWHERE.search(text)):
-            found = text.strip()
+        says = 2 if _BARE.match(text) else 0 if not _ERROR.match(text) else 1 if _ELSEWHERE.search(text) else 3
+        if says > most or says == most == 3:
+            found, most = text.strip(), says
     return printable(found, MAX_CHARACTERS)
 
 
@@ -44,12 +85,11 @@ def fallback_in(lines: Iterable[str]) -> str:
     return printable(found.removeprefix(FALLBACK).strip(), MAX_CHARACTERS)
 
 
-def lines_of(container: Container, seconds: float) -> list[str]:
-    """What a container has logged in the last `seconds`, its end at least; none where Docker does not answer."""
-    since = max(1.0, time.time() - seconds)
+def lines_of(container: Container, since: float) -> list[str]:
+    """What a container has logged since then (seconds since the epoch), its end at least; none where Docker is mute."""
     try:
         with docker_answers():
-            data = container.logs(since=since, tail=TAIL_LINES)
+            data = container.logs(since=max(1.0, since), tail=TAIL_LINES)
     except (DockerLostError, ServiceError):
         return []
     return data.decode(errors="replace").splitlines()

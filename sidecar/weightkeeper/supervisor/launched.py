@@ -10,6 +10,7 @@ from docker.models.containers import Container
 from weightkeeper.errors import ConfigError, ServiceError
 from weightkeeper.launcher.messages import EngineStatus
 from weightkeeper.supervisor import inside
+from weightkeeper.supervisor.follow import Result
 from weightkeeper.supervisor.programs import Program
 from weightkeeper.supervisor.stop import Stop
 
@@ -24,6 +25,10 @@ FOLLOW_SECONDS = 3600.0
 
 LOOK_SECONDS = 0.2
 
+OLDER = (
+    "the weightkeeper in its image is older than this one; make it anew with `make images` and recreate the container"
+)
+
 DEATHS = 2
 """Servers of a new configuration that may end before one is ready. The first may have died of something else."""
 
@@ -35,11 +40,13 @@ class Replaced:
     Attributes:
         result: `healthy`; `exited`, then the new ones ended; `starting` when waiting ended before it was known.
         phases: name → seconds of the new server's start.
+        generation: of the new server that it is about; 0 where that is not known.
     """
 
-    result: str
+    result: Result
     detail: str = ""
     phases: dict[str, float] = field(default_factory=dict)
+    generation: int = 0
 
 
 def newest_before(before: EngineStatus, status: EngineStatus) -> int:
@@ -101,13 +108,14 @@ class Launched:
                 continue
             old = newest_before(before, status)
             if status.state == "ready" and status.generation > old:
-                return Replaced("healthy", "", status.phases)
+                return Replaced("healthy", "", status.phases, status.generation)
             last = status.last_exit
             if last and last.generation > old and not last.was_asked:
                 dead.add(last.generation)
             if status.state == "broken" or len(dead) >= DEATHS:
                 cause = last.cause if last else status.cause
-                return Replaced("exited", f"with {cause.removeprefix('crash: ')}")
+                died = last.generation if last and last.generation > old else 0
+                return Replaced("exited", f"with {cause.removeprefix('crash: ')}", generation=died)
             self._stop.wait(LOOK_SECONDS)
         return Replaced("starting", reason)
 
@@ -118,7 +126,8 @@ class Launched:
         if done.is_refusal:
             raise ConfigError(done.reason)
         if done.code:
-            raise ServiceError(f"{self._container.name}: {done.reason}")
+            older = f" ({OLDER})" if done.is_unknown else ""
+            raise ServiceError(f"{self._container.name}: {done.reason}{older}")
         return True
 
     def _run(self, limit_s: float, verb: str, *arguments: str) -> inside.Done | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightkeeper.errors import ComposeError, DockerLostError, NotSupervisedError, ServiceError
+from weightkeeper.errors import ComposeError, DockerLostError, ServiceError
 from weightkeeper.supervisor import images, place, project, sources
 from weightkeeper.supervisor.act import Actor
 from weightkeeper.supervisor.alone import Alone
@@ -165,7 +165,7 @@ class Supervisor:
             self._interrupted = action  # and stays so where Docker is lost on the way: it is not said twice
             try:
                 self._applier.apply(action, snapshot, self._compose)
-            except NotSupervisedError as error:
+            except ServiceError as error:  # not ours to touch, or Docker refuses to say what is there
                 log.error("%s", error)
             self._interrupted = None
             waiting.discard(action.service)

@@ -14,6 +14,7 @@ LEVELS = {
     "done": logging.INFO,
     "skipped": logging.WARNING,
     "starting": logging.WARNING,
+    "undecided": logging.WARNING,
 }
 """Of the line about a result; the others are errors."""
 
@@ -67,6 +68,8 @@ def said(verb: str, service: str, outcome: Outcome) -> str:
             return f"{service} unhealthy {after}{detail}{log_of}"
         case "starting":
             return f"{service} still starting {after}{detail}"
+        case "undecided":
+            return f"{service} {verb} undecided after {outcome.seconds:.1f} s{detail}"
         case "refused":
             return f"{service} goes on as it is: {outcome.detail}"
         case "skipped":

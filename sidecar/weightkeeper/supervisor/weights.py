@@ -21,6 +21,7 @@ from weightkeeper.supervisor.keepers import Keeper
 from weightkeeper.supervisor.plan import Action
 from weightkeeper.supervisor.project import Service
 from weightkeeper.supervisor.say import tell
+from weightkeeper.supervisor.starting import ENDING
 from weightkeeper.supervisor.stop import Stop
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ LOAD_SECONDS = 6 * 3600.0
 
 LOOK_SECONDS = 0.5
 
-Supply = Literal["held", "started", "refused", "failed"]
-"""The keeper holds the new weights; so it does, and engines were stopped for it and started again; nothing was done;
-engines were stopped, and started again without them."""
+Supply = Literal["held", "started", "refused", "failed", "undecided"]
+"""The keeper holds the new weights; so it does, and the engine was stopped for it and started again; nothing was done;
+the engine was stopped, and started again without them; we were told to end before it was known."""
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -75,7 +76,7 @@ class Weights:
             container = self.engines.running(keeper.service)
             room = self._room(container, keeper)
             if room is None:
-                return "refused"
+                return self._undecided(action)
             if room.is_enough:
                 return self._load(action, keeper, container)
             text = _too_little(room)
@@ -86,6 +87,8 @@ class Weights:
             log.warning("swap the weights of %s: %s", action.service, text)
             return self._swap(action, keeper, container, [each.name for each in sharing])
         except ServiceError as error:
+            if self.stop.is_set():  # the keeper may be ending with all of the project
+                return self._undecided(action)
             self._tell(action, "load", Outcome("refused", 0.0, f"the keeper cannot be asked: {error}"))
             return "refused"
 
@@ -104,8 +107,8 @@ class Weights:
         self._wait_for_quiet(container, keeper)
         done = self._run(container, keeper, LOAD_SECONDS, "load", "--wait")
         seconds = time.monotonic() - began
-        if done is None:
-            return "refused"
+        if done is None or (done.code and self.stop.is_set()):
+            return self._undecided(action)
         if done.code:
             detail = f"the new weights cannot be loaded: {done.reason}"
             self._tell(action, "load", Outcome("refused", seconds, detail))
@@ -128,7 +131,12 @@ class Weights:
             done = self._run(container, keeper, ASK_SECONDS, "release", "--force")
             if done is not None and done.code:
                 raise ServiceError(done.reason)
-            return "started" if done and self._load(action, keeper, container) == "held" else "failed"
+            supply = self._load(action, keeper, container) if done else self._undecided(action)
+            if supply == "held":
+                return "started" if action.service in stopped else "held"
+            if supply == "undecided":
+                return supply
+            return "failed" if action.service in stopped else "refused"
         finally:
             for name in stopped:
                 self.actor.start(Action(name, f"the weights of {keeper.service} were swapped"))
@@ -136,7 +144,7 @@ class Weights:
     def _stop_engines(self, services: list[str]) -> list[str]:
         stopped = []
         for name in services:
-            for container in self.engines.containers(name):
+            for container in self.engines.existing(name):
                 if not is_stopped(container.attrs):
                     self.engines.stop(container)
                     stopped.append(name)
@@ -144,6 +152,10 @@ class Weights:
 
     def _run(self, container: Container, keeper: Keeper, limit_s: float, *command: str) -> inside.Done | None:
         return inside.run(container, keeper.program.command(*command), limit_s, self.stop)
+
+    def _undecided(self, action: Action) -> Supply:
+        self._tell(action, "load", Outcome("undecided", 0.0, ENDING))
+        return "undecided"
 
     def _tell(self, action: Action, verb: str, outcome: Outcome) -> None:
         tell(self.history, verb, action, outcome)
