@@ -25,6 +25,7 @@ from weightkeeper.recovery.project import ENGINE, SIDECAR, SUPERVISOR, UP_SECOND
 
 LOOK_SECONDS = 0.05
 PORT_INSIDE = "8000"
+MAX_WORDS_BYTES = 65536
 
 
 class ComposedEngine:
@@ -179,9 +180,10 @@ class ComposedBench(Bench):
                 time.sleep(0.01)
         finally:
             going.kill()
-            _, words = going.communicate()
+            going.wait()
+            words = _words(going)
         if going.returncode:
-            raise ServerStartError(f"{what} ended with exit code {going.returncode}: {(words or '').strip()[-1000:]}")
+            raise ServerStartError(f"{what} ended with exit code {going.returncode}: {words.strip()[-1000:]}")
         return gone
 
     def ensure(self, is_supervised: bool = True) -> None:
@@ -260,3 +262,13 @@ def on_host(path: str, mounts: list[dict[str, Any]], directory: Path) -> Path:
 def monotonic(epoch: float) -> float:
     """A moment in seconds since the epoch, in seconds of `time.monotonic`."""
     return epoch - time.time() + time.monotonic()
+
+
+def _words(going: Any) -> str:
+    """What is there of a program's stderr. Its end is not waited for: a daemon that it started may have the pipe."""
+    with going.stderr:
+        os.set_blocking(going.stderr.fileno(), False)
+        try:
+            return os.read(going.stderr.fileno(), MAX_WORDS_BYTES).decode(errors="replace")
+        except BlockingIOError:
+            return ""

@@ -1,5 +1,6 @@
 """Ways to lose the engine of a compose project, and how it comes back in its containers."""
 
+import os
 import shlex
 import subprocess
 import time
@@ -9,7 +10,7 @@ import msgspec
 
 from weightkeeper.errors import ServerStartError
 from weightkeeper.protocol import Status
-from weightkeeper.recovery import launched_scenarios, mapped_scenarios, scenarios
+from weightkeeper.recovery import launched_scenarios, mapped_scenarios, processes, scenarios
 from weightkeeper.recovery.composed import ComposedBench, command_of
 from weightkeeper.recovery.engine import ENGINE_CORE
 from weightkeeper.recovery.project import ENGINE, SIDECAR, SUPERVISOR
@@ -141,9 +142,11 @@ class DockerRestart(Composed):
         return "" if bench.restart_docker else "was not allowed; --restart-docker COMMAND names what restarts Docker"
 
     def interrupt(self, bench: ComposedBench) -> float:
+        # Without our mark: a Docker engine that this command starts itself is not to end with the benchmark.
+        environment = {name: value for name, value in os.environ.items() if name != processes.MARK}
         going = subprocess.Popen(
             shlex.split(bench.restart_docker), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment,
         )  # fmt: skip
         return bench.until_gone(going, bench.restart_docker)
 
