@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,82 @@ def test_an_edit_is_not_begun_when_the_supervisor_has_been_told_to_end_between_l
     assert (
         stand.state.read()["engine"].service(edited("half").services["engine"]) == edited("bfloat16").services["engine"]
     )
+
+
+@pytest.mark.parametrize(
+    ("state", "ended", "records"),
+    [("ready", "good", [("reload", "healthy")]), ("broken", "kept", [("reload", "exited"), ("rollback", "healthy")])],
+)
+def test_a_server_that_was_still_starting_when_the_supervisor_ended_is_seen_to_by_the_next(
+    stand, state, ended, records
+):
+    """It may never come up, and somebody has to roll it back then."""
+    ready, reload = stand.answers["engine-status"], stand.answers["engine-reload"]
+
+    def begun() -> Done:
+        stand.answers["engine-status"] = starting
+        return reload()
+
+    def starting() -> Done:
+        stand.told_to_end()
+        return stand.status("starting")
+
+    stand.answers["engine-reload"] = begun
+    assert stand.apply(edited("half")) == "undecided"
+    assert stand.done() == [("load", "done"), ("reload", "starting")]
+    assert stand.state.read()["engine"].failed == ""
+
+    def again() -> Done:
+        died = Ended(stand.generation + 1, 9, 2.0, "crash: exit code 1", False)
+        stand.answers["engine-status"] = ready
+        if state == "broken":
+            stand.answers["engine-status"] = lambda: stand.status("broken", last_exit=died)
+            stand.answers["engine-reload"] = rolled_back
+        return reload()
+
+    def rolled_back() -> Done:
+        stand.answers["engine-status"] = ready
+        return reload()
+
+    stand.answers |= {"engine-status": ready, "engine-reload": again}
+    stand.begin()
+    stand.applier.begin(edited("half"))
+    assert stand.apply(edited("half")) == ended
+    assert stand.done()[-len(records) :] == records
+
+
+@pytest.mark.parametrize("policy", ["refuse", "swap"])
+def test_a_file_that_changes_while_weights_are_loaded_for_it_is_looked_at_again(stand, tmp_path, policy):
+    """The keeper may have read either, so nothing is reloaded for what was decided, and nothing is told of it."""
+    path = tmp_path / "engine.yaml"
+    before, decided = at(path, edited("bfloat16", policy)), at(path, edited("half", policy))
+    stand.applier.begin(before)
+    stand.applier.take(before, ())
+    path.write_bytes(decided.services["engine"].config.text)
+    if policy == "swap":
+        stand.answers["room"] = lambda: Done(0, '{"needed": 2, "free": 1}', "")
+
+    def load() -> Done:
+        path.write_bytes(before.services["engine"].config.text)
+        return DONE
+
+    stand.answers["load"] = load
+    assert stand.apply(decided) == "undecided"
+    assert ("load", "undecided") in stand.done()
+    assert "engine-reload" not in stand.asked
+    assert plan(stand.applier.now, before) == []
+    stand.asked.clear()
+    assert stand.applier.restore_weights(before, ())
+    assert "load" in stand.asked
+    assert not stand.applier.restore_weights(before, ())
+
+
+def at(path: Path, snapshot: Snapshot) -> Snapshot:
+    """The same project with the config file of engine and keeper at this path."""
+    service = snapshot.services["engine"]
+    config, keeper = project.parse_config(path, service.config.text), replace(service.keeper, config=path)
+    moved = replace(service, config=config, keeper=keeper)
+    return replace(snapshot, services={"engine": moved})
 
 
 def test_a_server_that_does_not_come_up_as_the_supervisor_ends_is_left_to_the_next_one(stand):

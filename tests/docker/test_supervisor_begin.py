@@ -161,6 +161,20 @@ def test_it_ends_at_once_while_it_follows_an_engine(prepared):
     assert (record["result"], record["detail"]) == ("starting", "the supervisor was told to end")
 
 
+def test_a_server_that_does_not_come_up_is_rolled_back_also_when_the_supervisor_was_replaced_meanwhile(prepared):
+    """The next one begins the reload again, since nobody saw what became of it."""
+    prepared.up()
+    prepared.supervise()
+    prepared.engine_yaml.write_text(ENGINE + "crash: true\nstart-delay: 3\n")
+    prepared.expect("reload engine: ")
+    until(lambda: prepared.engine()["state"] == "starting", "the new server starts")
+    assert prepared.end() == 0
+    prepared.supervise()
+    prepared.expect("roll back engine to the last configuration that was healthy")
+    until(lambda: ("rollback", "healthy") in prepared.done(), "the rollback is on record")
+    assert prepared.engine()["state"] == "ready"
+
+
 def test_a_stop_by_hand_is_no_crash_and_an_edit_does_not_undo_it(prepared):
     """Who stopped an engine wants it down."""
     prepared.up()

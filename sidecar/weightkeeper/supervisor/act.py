@@ -135,7 +135,7 @@ class Actor:
 
 def _ended(outcome: Outcome) -> Ended:
     """What an outcome means for the edit that it comes from."""
-    if outcome.result == "undecided":
+    if outcome.result == "undecided" or outcome.detail == ENDING:  # nobody saw what became of it
         return "undecided"
     if outcome.result in ("refused", "failed"):
         return "kept"

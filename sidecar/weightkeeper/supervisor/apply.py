@@ -25,6 +25,9 @@ from weightkeeper.supervisor.weights import Weights
 
 log = logging.getLogger(__name__)
 
+UNKNOWN: Mapping[str, Any] = {"": None}
+"""Shaping options of weights of which only the keeper knows: equal to those of no engine."""
+
 
 class Applier:
     """The engines of one project.
@@ -140,10 +143,12 @@ class Applier:
             if is_asked and (ended := self._actor.check(action, service.launcher)) != "good":
                 return ended
             supply = self._weights.supply(action, service, self._sharing(service, snapshot))
-            if supply in ("refused", "undecided"):
-                return "kept" if supply == "refused" else "undecided"
+            if supply == "refused":
+                return "kept"
             for each in self._sharing(service, snapshot):
-                self._supplied[each.name] = wanted
+                self._supplied[each.name] = wanted if supply != "undecided" else UNKNOWN
+            if supply == "undecided":
+                return "undecided"
             if supply in ("started", "failed") and not isinstance(action, Recreate):
                 return "good" if supply == "started" else "bad"
         if isinstance(action, Recreate):

@@ -36,7 +36,8 @@ LOOK_SECONDS = 0.5
 
 Supply = Literal["held", "started", "refused", "failed", "undecided"]
 """The keeper holds the new weights; so it does, and the engine was stopped for it and started again; nothing was done;
-the engine was stopped, and started again without them; we were told to end before it was known."""
+the engine was stopped, and started again without them; we were told to end before it was known, or the config file
+changed while it was read."""
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -78,14 +79,14 @@ class Weights:
             if room is None:
                 return self._undecided(action)
             if room.is_enough:
-                return self._load(action, keeper, container)
+                return self._load(action, service, container)
             text = _too_little(room)
             if keepers.policy(service.definition) != "swap":
                 remedy = f"label {keepers.POLICY_LABEL}: swap lets the engine be stopped meanwhile"
                 self._tell(action, "load", Outcome("refused", 0.0, f"{text}; {remedy}"))
                 return "refused"
             log.warning("swap the weights of %s: %s", action.service, text)
-            return self._swap(action, keeper, container, [each.name for each in sharing])
+            return self._swap(action, service, container, [each.name for each in sharing])
         except ServiceError as error:
             if self.stop.is_set():  # the keeper may be ending with all of the project
                 return self._undecided(action)
@@ -102,8 +103,8 @@ class Weights:
             raise ServiceError(done.reason)
         return msgspec.json.decode(done.output, type=Room)
 
-    def _load(self, action: Action, keeper: Keeper, container: Container) -> Supply:
-        began = time.monotonic()
+    def _load(self, action: Action, service: Service, container: Container) -> Supply:
+        keeper, began = service.keeper, time.monotonic()
         self._wait_for_quiet(container, keeper)
         done = self._run(container, keeper, LOAD_SECONDS, "load", "--wait")
         seconds = time.monotonic() - began
@@ -114,6 +115,10 @@ class Weights:
             self._tell(action, "load", Outcome("refused", seconds, detail))
             return "refused"
         said = done.output.strip().rpartition("\n")[2]
+        if _is_changed(service):  # the keeper may have read either
+            detail = f"{service.config.path.name} changed meanwhile, and is looked at again; the keeper says: {said}"
+            self._tell(action, "load", Outcome("undecided", seconds, detail, container.id, container.id))
+            return "undecided"
         self._tell(action, "load", Outcome("done", seconds, said, container.id, container.id))
         return "held"
 
@@ -125,13 +130,13 @@ class Weights:
                 return
             self.stop.wait(LOOK_SECONDS)
 
-    def _swap(self, action: Action, keeper: Keeper, container: Container, services: list[str]) -> Supply:
-        stopped = self._stop_engines(services)
+    def _swap(self, action: Action, service: Service, container: Container, services: list[str]) -> Supply:
+        keeper, stopped = service.keeper, self._stop_engines(services)
         try:
             done = self._run(container, keeper, ASK_SECONDS, "release", "--force")
             if done is not None and done.code:
                 raise ServiceError(done.reason)
-            supply = self._load(action, keeper, container) if done else self._undecided(action)
+            supply = self._load(action, service, container) if done else self._undecided(action)
             if supply == "held":
                 return "started" if action.service in stopped else "held"
             if supply == "undecided":
@@ -166,3 +171,11 @@ def _too_little(room: Room) -> str:
         return f"old and new weights may not fit beside each other: {room.bound}"
     needed, free = bytes_text(room.needed), bytes_text(room.free)
     return f"the new weights need {needed} beside the old ones, {free} are free ({room.bound})"
+
+
+def _is_changed(service: Service) -> bool:
+    """Whether the config file is another one than when the action was decided. One that is gone is the next plan's."""
+    try:
+        return service.config.path.read_bytes() != service.config.text
+    except OSError:
+        return False

@@ -54,9 +54,9 @@ def check(arguments: list[str]) -> None:
 def serve(arguments: list[str], listener: socket.socket) -> None:
     found = options(arguments)
     print(found.get("words", "starting"), file=sys.stderr, flush=True)
+    time.sleep(float(found.get("start-delay", "0")))
     if found.get("crash") == "true":
         raise SystemExit(3)
-    time.sleep(float(found.get("start-delay", "0")))
     server = HTTPServer(("", 0), Health, bind_and_activate=False)
     server.socket.close()
     server.socket = listener
