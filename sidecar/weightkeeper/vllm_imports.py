@@ -10,7 +10,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 
-from weightkeeper.launcher.template import unfit
+from weightkeeper.launcher.warming import fork, unfit
 
 logger = logging.getLogger("vllm.weightkeeper")
 
@@ -196,9 +196,7 @@ def _harmless(names: Sequence[str]) -> list[str]:
 def _tried(names: Sequence[str]) -> tuple[int, str]:
     """How many of these, from the first on, are harmless together, and what is wrong with the next."""
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is any other thread
-        child = os.fork()
+    child = fork()
     if child == 0:
         try:
             _try(names, writing)

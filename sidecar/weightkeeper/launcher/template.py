@@ -26,7 +26,6 @@ import logging
 import os
 import socket
 import sys
-import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -34,7 +33,7 @@ from typing import Any
 from weightkeeper import phases
 from weightkeeper.launcher.checking import check
 from weightkeeper.launcher.child import await_go, await_parent, become, end_with
-from weightkeeper.launcher.warming import unfit, warm
+from weightkeeper.launcher.warming import fork, unfit, warm
 
 MAX_MESSAGE_BYTES = 1024 * 1024
 
@@ -109,7 +108,7 @@ class Template:
             self._say({"error": f"the process cannot be forked: {error.strerror}"})
             return None
         try:
-            between = _fork()
+            between = fork()
         except OSError as error:
             os.close(reading)
             os.close(writing)
@@ -117,7 +116,7 @@ class Template:
             return None
         if between == 0:
             try:
-                child = _fork()
+                child = fork()
             except OSError:
                 os._exit(1)
             if child:
@@ -141,14 +140,6 @@ class Template:
         os.waitpid(between, 0)
         self._say({"pid": int(answer)} if answer else {"error": "the process cannot be forked: no room for it"})
         return None
-
-
-def _fork() -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any thread; `unfit` has looked closer
-        return os.fork()
 
 
 def _read(descriptor: int) -> bytes:

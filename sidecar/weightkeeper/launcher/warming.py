@@ -3,8 +3,10 @@
 import importlib
 import logging
 import os
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -60,6 +62,15 @@ def unfit() -> str | None:
         names = ", ".join(others)
         return f"the imports left {len(others) + 1} threads running, and a fork keeps only one (besides it: {names})"
     return None
+
+
+def fork() -> int:
+    """As os.fork(); what is buffered is not written twice, and Python 3.12's warning of other threads is not given."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # `unfit` looks closer
+        return os.fork()
 
 
 def _others() -> list[str]:
