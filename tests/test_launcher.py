@@ -12,7 +12,7 @@ import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 
 import pytest
 from keepers import descriptors_of, wait_for
@@ -20,6 +20,7 @@ from launchers import LauncherProcess, age, assert_nothing_left, free_port, has_
 
 from weightkeeper.errors import ConfigError
 from weightkeeper.launcher import client, processes
+from weightkeeper.launcher.tree import ESTABLISHED_SECONDS
 
 
 def test_a_server_is_forked_from_the_template_and_is_the_launchers_child():
@@ -197,12 +198,22 @@ def test_a_crash_restarts_what_was_checked():
         assert engine.ready(2)["answer"] == "checked"
 
 
+def wait_for_part(engine: LauncherProcess, pid: int) -> None:
+    """Until the launcher knows this process for a part of its server: a status is a look, and it takes two, apart."""
+    wait_for(lambda: pid in engine.status().processes, f"process {pid} among the server's")
+    seen = monotonic()
+    wait_for(
+        lambda: monotonic() - seen > ESTABLISHED_SECONDS and pid in engine.status().processes,
+        f"process {pid} for so long",
+    )
+
+
 @pytest.mark.parametrize("victim", ["pid", "core", "worker"])
 def test_a_killed_process_brings_a_new_server(victim):
     """Whichever of the tree it is; nothing of the old tree is left, and the cause names it."""
     with launcher() as engine:
         facts = engine.ready()
-        wait_for(lambda: age(facts["worker"]) > 2.2, "a worker that is known to belong to the server")
+        wait_for_part(engine, facts["worker"])
         os.kill(facts[victim], signal.SIGKILL)
         after = engine.ready(2)
         assert is_gone(facts["pid"], facts["core"], facts["worker"])()
@@ -591,7 +602,7 @@ def test_a_daemon_that_ends_well_is_no_crash():
     with launcher() as engine:
         facts = engine.ready()
         child = engine.facts("/forked-daemon")["child"]
-        wait_for(lambda: age(child) > 2.2, "a daemon that counts as a part of the server")
+        wait_for_part(engine, child)
         os.kill(child, signal.SIGTERM)
         wait_for(is_gone(child), "the end of the daemon")
         engine.send(signal.SIGHUP)
