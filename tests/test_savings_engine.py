@@ -173,13 +173,13 @@ def again(config: Any, gpu: Gpu) -> None:
 
 MEASURING = "this start measures memory"
 FIRST = (
-    "savings of this start: frozen-heap (up to the capture), bulk-capture, late-inductor; "
+    "savings of this start: frozen-heap (up to the capture), bulk-capture, late-inductor, aot-artifact; "
     f"not: one-warm-up ({MEASURING}), deferred-graphs ({MEASURING}), "
     "kv-size (no good start of this configuration is known)"
 )
 SECOND = (
     "savings of this start: frozen-heap, bulk-capture, one-warm-up, deferred-graphs (7 sizes wait), late-inductor, "
-    "kv-size (100.00 GiB as in the last good start)"
+    "aot-artifact, kv-size (100.00 GiB as in the last good start)"
 )
 
 
@@ -419,7 +419,9 @@ def test_an_error_of_ours_does_not_end_a_start(core, config, gpu, log, monkeypat
     start(core, config, gpu)._process_input_queue()
     monkeypatch.undo()
     assert gpu.sizes() == [SIZES] * PIECES
-    assert log()[-1].startswith("savings of this start: none; not: frozen-heap (AttributeError: not of this version), ")
+    assert log()[-1].startswith(
+        "savings of this start: aot-artifact; not: frozen-heap (AttributeError: not of this version), "
+    )
 
 
 CHANGES = [

@@ -9,6 +9,21 @@ from weightkeeper import savings, vllm_api
 logger = logging.getLogger("vllm.weightkeeper")
 
 
+def begin() -> None:
+    """What is to be decided once a server, before vLLM reads its variables.
+
+    Raises:
+        ConfigError: a saving that there is not.
+    """
+    if savings.AOT_ARTIFACT in savings.wanted(os.environ) and vllm_api.is_cuda():
+        try:
+            from weightkeeper import vllm_artifact
+        except (ImportError, AttributeError) as error:
+            logger.info("weightkeeper: compiled code is loaded as vLLM does by itself: %s", error)
+            return
+        vllm_artifact.ask_for(os.environ)
+
+
 def install() -> None:
     """Have this process, and those it forks, save what is wanted. Nothing is done where vLLM is not for CUDA.
 
@@ -18,8 +33,10 @@ def install() -> None:
     wanted = savings.wanted(os.environ)
     if not wanted or not vllm_api.is_cuda():
         return
-    if savings.FROZEN_HEAP in wanted and gc.isenabled():  # where it is not, somebody freezes once all is imported
-        gc.freeze()  # vLLM collects some ten times while it starts, each time through all that was imported
+    if gc.isenabled():  # where it is not, only imports are made, and what is forked from here begins for itself
+        begin()
+        if savings.FROZEN_HEAP in wanted:
+            gc.freeze()  # vLLM collects some ten times while it starts, each time through all that was imported
     try:
         from weightkeeper import vllm_idle
 

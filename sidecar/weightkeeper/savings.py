@@ -25,10 +25,13 @@ DEFERRED_GRAPHS = "deferred-graphs"
 LATE_INDUCTOR = "late-inductor"
 """What only a later recompilation needs is made ready while the server is idle."""
 
+AOT_ARTIFACT = "aot-artifact"
+"""Compiled code is loaded as one file, also with a torch for which vLLM does not do so by itself."""
+
 KV_SIZE = "kv-size"
 """The size of the KV cache is that of the last good start, so that memory is not measured again."""
 
-ALL = (FROZEN_HEAP, BULK_CAPTURE, ONE_WARM_UP, DEFERRED_GRAPHS, LATE_INDUCTOR, KV_SIZE)
+ALL = (FROZEN_HEAP, BULK_CAPTURE, ONE_WARM_UP, DEFERRED_GRAPHS, LATE_INDUCTOR, AOT_ARTIFACT, KV_SIZE)
 
 
 def wanted(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pydantic
 
-from weightkeeper import engine_config, vllm_draining, vllm_forks, vllm_imports, vllm_tokenizer
+from weightkeeper import engine_config, saving, vllm_draining, vllm_forks, vllm_imports, vllm_tokenizer
 from weightkeeper.errors import ConfigError
 
 READ_BY_THE_LAUNCHER = (
@@ -93,6 +93,7 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
     # at its end vLLM looks for who else has the port and finds the launcher, which is right to have it
     launcher.find_process_using_port = lambda port: None
     vllm_draining.install()
+    saving.begin()
     if _is_warm:
         vllm_forks.settle_in(listener)
     cli_env_setup()
