@@ -10,7 +10,7 @@ Answer: `before`, `halfway` and `after` the deferred graphs, each with `single` 
 by one) and `batch` (of 16 at once; empty with processes); `started` and `graphs` (pieces and whole ones, when it could
 be asked and at the end), `blocks` (of the KV cache), `seconds` (until it could be asked).
 
-vLLM is imported once and each run is forked, where the imports leave one thread and no CUDA.
+vLLM is imported once and each run is forked, where the imports leave nothing that a fork does not survive.
 """
 
 import json
@@ -123,12 +123,13 @@ def main() -> int:
     path = Path(sys.argv[1])
     if len(sys.argv) > 2:
         return child(path, int(sys.argv[2]))
-    import torch
     import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
 
-    forks = len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_initialized()
+    from weightkeeper.launcher import warming
+
+    forks = warming.unfit() is None
     codes = []
     for number in range(len(json.loads(path.read_text())["runs"])):
         if not forks:

@@ -15,6 +15,7 @@ from gpu_engines import GIGABYTES, SHARE, Models
 from gpu_machine import GPU, REHEARSING, WHY_NOT, wait_until_free
 
 from weightkeeper import savings
+from weightkeeper.launcher.warming import CAREFUL, SINGLE_THREADED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580), pytest.mark.skipif(REHEARSING, reason="graphs need the GPU")]
 
@@ -77,8 +78,8 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
         "VLLM_CACHE_ROOT": str(directory / "cache"),
         "TRITON_CACHE_DIR": str(directory / "triton"),
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        "OMP_NUM_THREADS": "1",
     }
+    environment |= SINGLE_THREADED | CAREFUL  # so that one process can import vLLM for all of them
     script = Path(__file__).with_name("savings_run.py")
     before = GPU.used_bytes()
     subprocess.run([sys.executable, script, request], env=os.environ | environment, timeout=560, check=False)
