@@ -12,6 +12,7 @@ Its config file is YAML with these keys besides `host`, `port`, `uds` and `model
     drain: SECONDS       between SIGTERM and its end
     code: N              its exit code at SIGTERM, 0 else; by signal where it is negative
     answer: TEXT         of GET /
+    notices: true        it reaps an engine core that dies, and /health answers 503 from then on
     leave: true          the worker starts a process in a session of its own that outlives all
 """
 
@@ -94,6 +95,9 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
     server.daemon_threads = False
     server.handle_error = lambda *_: None  # a client that went away
     server.facts, server.hang = facts, values.get("hang")
+    server.broken = threading.Event()
+    if values.get("notices"):
+        threading.Thread(target=notice, args=(core, server.broken), daemon=True).start()
 
     asked: SimpleQueue[None] = SimpleQueue()
 
@@ -111,9 +115,16 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
     phases.mark("server", "server")
     server.serve_forever(poll_interval=0.01)
     listener.close()
-    os.kill(core, signal.SIGTERM)
-    os.waitpid(core, 0)
+    if not server.broken.is_set():
+        os.kill(core, signal.SIGTERM)
+        server.broken.wait() if values.get("notices") else os.waitpid(core, 0)
     end(values.get("code", 0))
+
+
+def notice(core: int, broken: threading.Event) -> None:
+    """As vLLM, which looks at the processes it has started."""
+    os.waitpid(core, 0)
+    broken.set()
 
 
 def end(code: int) -> None:
@@ -240,7 +251,7 @@ class Handler(BaseHTTPRequestHandler):
             Path(told).write_text(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
         body = json.dumps(self.server.facts | {"busy": BUSY, "child": child}).encode()
-        self.send_response(200)
+        self.send_response(503 if self.path == "/health" and self.server.broken.is_set() else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

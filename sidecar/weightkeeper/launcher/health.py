@@ -19,6 +19,7 @@ RETRY_SECONDS = 0.1
 """Between two questions to a server that answers something other than 200 while it starts."""
 
 _HEAD = 512
+_SERVER_ERROR = 500
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nUser-Agent: weightkeeper\r\nConnection: close\r\n\r\n"
 
@@ -32,6 +33,15 @@ async def first(listener: Listener, tls: Tls) -> None:
     takes, and the answer comes with no delay.
     """
     while not await _answer(listener, tls):
+        await anyio.sleep(RETRY_SECONDS)
+
+
+async def breaks(listener: Listener, tls: Tls) -> str:
+    """Return when the server answers that it cannot serve any more; what it answers."""
+    while True:
+        with contextlib.suppress(OSError, anyio.BrokenResourceError, anyio.EndOfStream):
+            if (status := await _status(listener, tls)) >= _SERVER_ERROR:
+                return f"/health answers {status}"
         await anyio.sleep(RETRY_SECONDS)
 
 

@@ -28,6 +28,9 @@ LAST_WORDS_SECONDS = 5.0
 ORDERLY_SECONDS = 1.0
 """For a server that knows of the end of one of its processes to end by itself."""
 
+ANSWERS_SECONDS = 0.2
+"""For a server that says it is broken to answer what it was asked before, with an error."""
+
 SAY_SECONDS = 60.0
 """Between two words about a server that does not become healthy."""
 
@@ -143,13 +146,31 @@ class Server:
 
     async def _lost(self) -> Verdict:
         who, how = await self.tree.death()
-        # vLLM says why when it starts, and its exit code is what Docker is to see where nobody restarts it.
-        is_told = self.healthy_at is None or not self._settings.restarts
-        # Where its parent has reaped it, the server may be ending in good order.
-        patience = LAST_WORDS_SECONDS if is_told else 0.0 if how is not None else ORDERLY_SECONDS
-        with anyio.move_on_after(patience):
-            await self.process.ended.wait()
-        return Verdict("crash", f"{who} ended" + (f" by {how}" if how is not None else ""))
+        cause = f"{who} ended" + (f" by {how}" if how is not None else "")
+        if self.healthy_at is None or not self._settings.restarts:
+            # vLLM says why when it starts, and its exit code is what Docker is to see where nobody restarts it.
+            with anyio.move_on_after(LAST_WORDS_SECONDS):
+                await self.process.ended.wait()
+        elif how is None and (broken := await self._ends_or_breaks()):  # its parent has reaped it
+            cause += f", and {broken}"
+        return Verdict("crash", cause)
+
+    async def _ends_or_breaks(self) -> str:
+        """Wait for its own end: it may be ending in good order. What it says of itself where it is not."""
+        broken = ""
+
+        async def ask(waiting: anyio.CancelScope) -> None:
+            nonlocal broken
+            broken = await health.breaks(self.plan.listener, self.plan.configuration.tls)
+            await anyio.sleep(ANSWERS_SECONDS)
+            waiting.cancel()
+
+        with anyio.move_on_after(ORDERLY_SECONDS):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask, tasks.cancel_scope)
+                await self.process.ended.wait()
+                tasks.cancel_scope.cancel()
+        return broken
 
     async def _late(self) -> Verdict:
         """Say each minute that it is not healthy yet; after the time for a start that counts as its death."""
