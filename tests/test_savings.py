@@ -18,22 +18,29 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("value", "names"),
     [
-        (None, ()),
-        ("", ()),
+        (None, savings.ALL),
+        ("", savings.ALL),
         ("ALL", savings.ALL),
         ("none", ()),
         ("kv-size, bulk-capture", (savings.BULK_CAPTURE, savings.KV_SIZE)),
     ],
 )
 def test_the_switch_names_what_is_saved(value, names):
-    """`none` is the default, `all` everything, and else names with commas between, in any order."""
-    assert savings.wanted({} if value is None else {savings.SWITCH: value}) == names
+    """`all` is the default, `none` nothing, and else names with commas between, in any order."""
+    assert savings.wanted({} if value is None else {savings.SWITCH: value}, "0.30.0") == names
+
+
+@pytest.mark.parametrize("version", ["0.29.2", "0.3.0", "0.31.0", "0.32.0+cpu", "0.300.0", "dev", ""])
+def test_nothing_is_saved_unasked_with_a_vllm_that_was_not_compared(version):
+    """On a GPU, its tokens with those of a start without savings; who asks has them."""
+    assert savings.wanted({}, version) == ()
+    assert savings.wanted({savings.SWITCH: "all"}, version) == savings.ALL
 
 
 def test_a_name_that_there_is_not_is_refused():
     """A typing error must not look like a saving that does nothing."""
     with pytest.raises(ConfigError, match="there is no saving bulk-captures; there are frozen-heap, bulk-capture,"):
-        savings.wanted({savings.SWITCH: "kv-size,bulk-captures"})
+        savings.wanted({savings.SWITCH: "kv-size,bulk-captures"}, "0.30.0")
 
 
 def test_the_account_says_what_was_applied_and_why_the_rest_was_not():

@@ -91,3 +91,23 @@ def test_why_there_is_none_is_said(torch_is, monkeypatch):
     monkeypatch.delenv(NAME)
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
     assert vllm_artifact.why_not(compiled) == "VLLM_USE_AOT_COMPILE is off"
+
+
+def test_a_vllm_that_was_not_compared_is_told(torch_is, monkeypatch, caplog):
+    """Nothing is saved then, and how to have it all the same is in the log; who has decided is told nothing."""
+    import logging
+
+    from weightkeeper import saving, vllm_api
+
+    torch_is("2.11.0")
+    monkeypatch.setattr(vllm_api, "VLLM_VERSION", "0.31.0")
+    monkeypatch.setattr(saving.logger, "propagate", True)
+    with caplog.at_level(logging.INFO, saving.logger.name):
+        monkeypatch.delenv(savings.SWITCH)
+        saving.begin()
+        told = caplog.text
+        monkeypatch.setenv(savings.SWITCH, "none")
+        saving.begin()
+    assert "with vLLM 0.31.0, whose tokens were not compared on a GPU; WEIGHTKEEPER_SAVINGS=all saves" in told
+    assert caplog.text == told
+    assert NAME not in os.environ

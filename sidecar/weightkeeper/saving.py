@@ -15,7 +15,16 @@ def begin() -> None:
     Raises:
         ConfigError: a saving that there is not.
     """
-    if savings.AOT_ARTIFACT in savings.wanted(os.environ) and vllm_api.is_cuda():
+    wanted = savings.wanted(os.environ, vllm_api.VLLM_VERSION)
+    if not vllm_api.is_cuda():
+        return
+    if not wanted and not os.environ.get(savings.SWITCH):
+        logger.info(
+            "weightkeeper: nothing is saved of a start unasked with vLLM %s, whose tokens were not compared on a GPU; "
+            "%s=all saves",
+            vllm_api.VLLM_VERSION, savings.SWITCH,
+        )  # fmt: skip
+    if savings.AOT_ARTIFACT in wanted:
         try:
             from weightkeeper import vllm_artifact
         except (ImportError, AttributeError) as error:
@@ -30,7 +39,7 @@ def install() -> None:
     Raises:
         ConfigError: a saving that there is not.
     """
-    wanted = savings.wanted(os.environ)
+    wanted = savings.wanted(os.environ, vllm_api.VLLM_VERSION)
     if not wanted or not vllm_api.is_cuda():
         return
     if gc.isenabled():  # where it is not, only imports are made, and what is forked from here begins for itself

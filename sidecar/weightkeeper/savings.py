@@ -5,10 +5,13 @@ from collections.abc import Iterable, Mapping
 from weightkeeper.errors import ConfigError
 
 SWITCH = "WEIGHTKEEPER_SAVINGS"
-"""Variable with what to save: `none` (the default), `all`, or names with commas between.
+"""Variable with what to save: `all`, `none`, or names with commas between.
 
-Nothing is saved unasked until runs on a GPU have shown that the tokens stay the same, for each of them.
+Where it is not set, `all` with a vLLM of `COMPARED`, and `none` with another.
 """
+
+COMPARED = ("0.30",)
+"""Versions of vLLM with which tokens on a GPU were those of a start without savings: tests/gpu/test_gpu_savings.py."""
 
 FROZEN_HEAP = "frozen-heap"
 """What the imports made is not looked at again by each of vLLM's garbage collections."""
@@ -34,21 +37,29 @@ KV_SIZE = "kv-size"
 ALL = (FROZEN_HEAP, BULK_CAPTURE, ONE_WARM_UP, DEFERRED_GRAPHS, LATE_INDUCTOR, AOT_ARTIFACT, KV_SIZE)
 
 
-def wanted(environment: Mapping[str, str]) -> tuple[str, ...]:
+def wanted(environment: Mapping[str, str], vllm: str) -> tuple[str, ...]:
     """The savings that the user wants, in the order of `ALL`.
+
+    Args:
+        vllm: its version.
 
     Raises:
         ConfigError: a name that there is not.
     """
     text = environment.get(SWITCH, "").strip().lower()
-    if text in ("", "none"):
-        return ()
-    if text == "all":
-        return ALL
+    if not text:
+        return ALL if is_compared(vllm) else ()
+    if text in ("all", "none"):
+        return ALL if text == "all" else ()
     names = {name.strip() for name in text.split(",")} - {""}
     if unknown := sorted(names - set(ALL)):
         raise ConfigError(f"{SWITCH}: there is no saving {', '.join(unknown)}; there are {', '.join(ALL)}, all, none")
     return tuple(name for name in ALL if name in names)
+
+
+def is_compared(vllm: str) -> bool:
+    """Whether savings are made unasked with this version of vLLM."""
+    return ".".join(vllm.split(".")[:2]) in COMPARED
 
 
 class Account:

@@ -12,7 +12,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from weightkeeper import savings, worker_savings
+from weightkeeper import savings, vllm_api, worker_savings
 
 logger = logging.getLogger("vllm.weightkeeper")
 
@@ -69,7 +69,8 @@ def install() -> None:
 def begin(engine: EngineCore) -> "Idle | None":
     """Let all ranks say what they could save, and tell them what they will. None where nothing can be."""
     try:
-        wanted = savings.wanted(os.environ)  # of this server, which may be forked from a process with other variables
+        # of this server, which may be forked from a process with other variables
+        wanted = savings.wanted(os.environ, vllm_api.VLLM_VERSION)
         if not wanted:
             return None
         if why := _unknown(engine):

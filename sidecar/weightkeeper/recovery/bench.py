@@ -16,7 +16,7 @@ import yaml
 
 from weightkeeper import savings
 from weightkeeper.checkpoint import open_checkpoint
-from weightkeeper.recovery import agent_settings, gpu, processes
+from weightkeeper.recovery import agent_settings, gpu, machine, processes
 from weightkeeper.recovery.agent_process import AgentProcess
 from weightkeeper.recovery.engine import PLAIN, Engine
 from weightkeeper.recovery.holders import Daemon, Keeper
@@ -103,7 +103,7 @@ class Bench:
         Raises:
             ConfigError: it has a name that there is not.
         """
-        return ",".join(savings.wanted(os.environ)) or "none"
+        return ",".join(savings.wanted(os.environ, machine.versions().get("vllm", ""))) or "none"
 
     @property
     def held(self) -> dict[str, Held]:

@@ -125,8 +125,8 @@ class ComposedBench(Bench):
 
     @property
     def savings(self) -> str:
-        """As the engine's container has it."""
-        return variables_of(self.project).get(savings.SWITCH) or "none"
+        """As the engine's container has it; `default` where it has none."""
+        return variables_of(self.project).get(savings.SWITCH) or "default"
 
     def end_engine(self) -> None:
         """It is the user's, and stays."""
