@@ -538,8 +538,10 @@ def test_a_changed_variable_replaces_the_template():
 
 
 @pytest.mark.parametrize("options", [(), ("--no-prefork",)], ids=["forked", "plain"])
-def test_variables_that_the_imports_set_are_the_servers_too(options):
+def test_variables_that_the_imports_set_are_the_servers_too(options, monkeypatch):
     """Forked or not; what the user has set is left where the imports leave it."""
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "OMP_NUM_THREADS"):  # vLLM, imported by other tests, sets them here
+        monkeypatch.delenv(name, raising=False)
     with launcher(*options, variables={"STANDIN_DEFAULT": "of the user"}) as engine:
         variables = engine.ready()["environment"]
         assert (variables["STANDIN_IMPORTED"], variables["STANDIN_DEFAULT"]) == ("1", "of the user")
