@@ -2,10 +2,14 @@
 
 import json
 import struct
+import sys
+import types
 
 import pytest
+from click.testing import CliRunner
 
 from weightkeeper import room
+from weightkeeper.commands import room as command
 from weightkeeper.errors import Difference, MismatchError, NoRoomError, NoSocketError
 from weightkeeper.memory.available import Available
 
@@ -68,3 +72,40 @@ def test_a_share_smaller_than_the_weights_is_refused():
     """Nothing would be left for the cache."""
     with pytest.raises(NoRoomError):
         room.requested(100 * GIB, 85 * GIB, 0.1, 14 * GIB, "zero_copy", UUID)
+
+
+class Nvml(types.ModuleType):
+    """A stand-in for NVML: a GPU for each number of free bytes."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, free: list[int]):
+        super().__init__("pynvml")
+        self.nvmlInit = lambda: None
+        self.nvmlDeviceGetCount = lambda: len(free)
+        self.nvmlDeviceGetHandleByIndex = lambda index: index
+        self.nvmlDeviceGetName = self.nvmlSystemGetDriverVersion = lambda *_: "any"
+        self.nvmlDeviceGetUUID = lambda index: f"GPU-{index}abc"
+        self.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(total=100 * GIB, free=free[index])
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "free"),
+    [(None, 1, 7), (None, 2, 6), ("1", 1, 3), ("GPU-2a", 1, 50), ("2,1", 1, 50), ("2,1", 2, 6), ("1", 2, None)],
+)
+def test_room_on_gpus_is_that_of_those_which_engines_compute_on(checkpoint, monkeypatch, visible, ranks, free):
+    """CUDA_VISIBLE_DEVICES says which, and in which order; the fullest bounds all ranks."""
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml([7, 3, 50]))
+    monkeypatch.setattr(command, "kind_of_device", lambda: "cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = checkpoint / "engine.yaml"
+    config.write_text(f"model: {checkpoint}\ntensor-parallel-size: {ranks}\n")
+    done = CliRunner().invoke(command.command, ["--config", str(config)])
+    assert json.loads(done.output) == {
+        "needed": 8000,
+        "free": free,
+        "bound": "NVML does not say how much memory is free" if free is None else f"on {ranks} GPU(s)",
+    }

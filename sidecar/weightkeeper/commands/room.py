@@ -8,6 +8,7 @@ from weightkeeper.checkpoint import open_checkpoint
 from weightkeeper.errors import ConfigError
 from weightkeeper.loader import kind_of_device
 from weightkeeper.memory.available import Available, available
+from weightkeeper.recovery import gpu
 
 SEGMENT_BYTES = 1 << 30
 """While packing, about one segment is there twice."""
@@ -45,14 +46,5 @@ def _number(value: object, option: str, config: str) -> int:
 
 def _on_gpus(ranks: int) -> Available | None:
     """What fits on so many GPUs, evenly; the fullest one counts. None where NVML does not say."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        free = sorted(pynvml.nvmlDeviceGetMemoryInfo(each).free for each in handles[:ranks])
-    except pynvml.NVMLError:
-        return None
-    return Available(free[0] * ranks, f"on {ranks} GPU(s)") if len(free) == ranks else None
+    free = gpu.free_bytes(ranks)
+    return None if free is None else Available(free * ranks, f"on {ranks} GPU(s)")

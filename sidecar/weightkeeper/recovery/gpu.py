@@ -51,10 +51,28 @@ class Gpu:
         except (AttributeError, TypeError, self._nvml.NVMLError):
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
+    def free_bytes(self) -> int:
+        """Memory that a program may have, all of it together."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+
     def processes(self) -> dict[int, int | None]:
         """Process id → bytes of each process that has a compute context on it; in a container it may name none."""
         found = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return {int(one.pid): None if one.usedGpuMemory is None else int(one.usedGpuMemory) for one in found}
+
+
+def free_bytes(count: int) -> int | None:
+    """On the fullest of the first `count` GPUs that a program started from here computes on.
+
+    None where there are fewer, or NVML does not say.
+    """
+    try:
+        gpus = Gpu.visible()[:count]
+        return min((gpu.free_bytes() for gpu in gpus), default=None) if len(gpus) == count else None
+    except Exception as error:
+        if type(error).__name__.startswith("NVMLError"):  # there is no one class: vLLM carries a copy of the bindings
+            return None
+        raise
 
 
 def used_bytes(gpus: list[Gpu]) -> int:
