@@ -605,6 +605,23 @@ def test_a_server_has_its_own_switch(core, config, gpu, log, monkeypatch):
     assert gpu.calls.count("empty_cache") > PIECES
 
 
+@pytest.mark.parametrize(("ranks", "switch", "saves"), [(1, "", True), (2, "", False), (2, "all", True)])
+def test_unasked_only_what_was_compared_is_saved(core, config, gpu, log, monkeypatch, ranks, switch, saves):
+    """Tokens were compared on one GPU; on several who asks has all of it."""
+    from weightkeeper import vllm_api
+
+    monkeypatch.setattr(vllm_api, "VLLM_VERSION", "0.30.0")
+    monkeypatch.setenv(savings.SWITCH, switch)
+    monkeypatch.setattr(config.parallel_config, "world_size", ranks)
+    start(core, config, gpu)._process_input_queue()
+    if saves:
+        assert any(line.startswith("savings of this start: ") for line in log())
+    else:
+        (said,) = log()
+        assert said.startswith("nothing is saved of this start: unasked only on one GPU")
+        assert said.endswith("WEIGHTKEEPER_SAVINGS=all saves here, too")
+
+
 @pytest.mark.parametrize("name", ["prepare", "decide", "started", "settle", "capture_next", "leave", "finish"])
 def test_what_workers_are_asked_reaches_them_by_its_name(name):
     """vLLM's executor pickles functions for workers that are processes of their own; ours go as names."""

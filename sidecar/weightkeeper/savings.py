@@ -7,7 +7,7 @@ from weightkeeper.errors import ConfigError
 SWITCH = "WEIGHTKEEPER_SAVINGS"
 """Variable with what to save: `all`, `none`, or names with commas between.
 
-Where it is not set, `all` with a vLLM of `COMPARED`, and `none` with another.
+Where it is not set, `all` on one GPU with a vLLM of `COMPARED`, and `none` else.
 """
 
 COMPARED = ("0.30",)

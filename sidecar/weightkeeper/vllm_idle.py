@@ -95,7 +95,11 @@ def _unknown(engine: EngineCore) -> str:
     parallel = engine.vllm_config.parallel_config
     if parallel.worker_cls != WORKER:
         return f"the worker is {parallel.worker_cls}"
-    return "several machines" if parallel.nnodes > 1 else ""
+    if parallel.nnodes > 1:
+        return "several machines"
+    if parallel.world_size > 1 and not os.environ.get(savings.SWITCH):
+        return f"unasked only on one GPU, where tokens were compared; {savings.SWITCH}=all saves here, too"
+    return ""
 
 
 class Idle:
