@@ -28,7 +28,7 @@ LAYERS = [
     {"rank_loader", "mapped_loader"},
     {"ranks"},
     {"savings", "kv_size", "bulk_capture", "vllm_conditions", "vllm_start"},
-    {"vllm_artifact", "vllm_deferred", "vllm_kv_size"},
+    {"vllm_deferred", "vllm_kv_size"},
     {"vllm_graphs"},
     {"worker_savings"},
     {"vllm_idle"},
@@ -110,16 +110,8 @@ def test_vllm_is_named_in_the_modules_that_are_named_for_it():
         "vllm_server.py",
         "vllm_tokenizer.py",
     }
-    of_start = {
-        "vllm_artifact.py",
-        "vllm_conditions.py",
-        "vllm_deferred.py",
-        "vllm_graphs.py",
-        "vllm_idle.py",
-        "vllm_kv_size.py",
-        "vllm_start.py",
-    }
-    assert set(naming) == {"vllm_api.py", *of_server, *of_start}
+    of_start = {"vllm_conditions.py", "vllm_deferred.py", "vllm_graphs.py", "vllm_idle.py", "vllm_kv_size.py"}
+    assert set(naming) == {"vllm_api.py", *of_server, *of_start, "vllm_start.py"}
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

@@ -107,5 +107,7 @@ def test_room_on_gpus_is_that_of_those_which_engines_compute_on(checkpoint, monk
     assert json.loads(done.output) == {
         "needed": 8000,
         "free": free,
-        "bound": "NVML does not say how much memory is free" if free is None else f"on {ranks} GPU(s)",
+        "bound": f"{ranks} GPU(s) are not visible here, or NVML does not say what is free"
+        if free is None
+        else f"on {ranks} GPU(s)",
     }

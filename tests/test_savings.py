@@ -18,22 +18,24 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("value", "names"),
     [
-        (None, savings.ALL),
-        ("", savings.ALL),
+        (None, ()),
+        ("", ()),
+        (" ", ()),
         ("ALL", savings.ALL),
         ("none", ()),
+        ("default", savings.ALL),
         ("kv-size, bulk-capture", (savings.BULK_CAPTURE, savings.KV_SIZE)),
     ],
 )
 def test_the_switch_names_what_is_saved(value, names):
-    """`all` is the default, `none` nothing, and else names with commas between, in any order."""
+    """`all` is everything, `none` nothing, and else names with commas between, in any order; unset it is nothing."""
     assert savings.wanted({} if value is None else {savings.SWITCH: value}, "0.30.0") == names
 
 
 @pytest.mark.parametrize("version", ["0.29.2", "0.3.0", "0.31.0", "0.32.0+cpu", "0.300.0", "dev", ""])
-def test_nothing_is_saved_unasked_with_a_vllm_that_was_not_compared(version):
+def test_nothing_is_saved_by_default_with_a_vllm_that_was_not_compared(version):
     """On a GPU, its tokens with those of a start without savings; who asks has them."""
-    assert savings.wanted({}, version) == ()
+    assert savings.wanted({savings.SWITCH: "default"}, version) == ()
     assert savings.wanted({savings.SWITCH: "all"}, version) == savings.ALL
 
 

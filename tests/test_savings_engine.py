@@ -173,13 +173,13 @@ def again(config: Any, gpu: Gpu) -> None:
 
 MEASURING = "this start measures memory"
 FIRST = (
-    "savings of this start: frozen-heap (up to the capture), bulk-capture, late-inductor, aot-artifact; "
+    "savings of this start: frozen-heap (up to the capture), bulk-capture, late-inductor; "
     f"not: one-warm-up ({MEASURING}), deferred-graphs ({MEASURING}), "
     "kv-size (no good start of this configuration is known)"
 )
 SECOND = (
     "savings of this start: frozen-heap, bulk-capture, one-warm-up, deferred-graphs (7 sizes wait), late-inductor, "
-    "aot-artifact, kv-size (100.00 GiB as in the last good start)"
+    "kv-size (100.00 GiB as in the last good start)"
 )
 
 
@@ -419,9 +419,7 @@ def test_an_error_of_ours_does_not_end_a_start(core, config, gpu, log, monkeypat
     start(core, config, gpu)._process_input_queue()
     monkeypatch.undo()
     assert gpu.sizes() == [SIZES] * PIECES
-    assert log()[-1].startswith(
-        "savings of this start: aot-artifact; not: frozen-heap (AttributeError: not of this version), "
-    )
+    assert log()[-1].startswith("savings of this start: none; not: frozen-heap (AttributeError: not of this version), ")
 
 
 CHANGES = [
@@ -591,6 +589,7 @@ def test_nothing_is_done_on_the_cpu(monkeypatch):
 
     from weightkeeper import saving
 
+    monkeypatch.setenv(savings.SWITCH, "all")
     before = EngineCore._initialize_kv_caches, EngineCoreProc._process_input_queue, gc.get_freeze_count()
     saving.install()
     after = EngineCore._initialize_kv_caches, EngineCoreProc._process_input_queue, gc.get_freeze_count()
@@ -605,8 +604,8 @@ def test_a_server_has_its_own_switch(core, config, gpu, log, monkeypatch):
     assert gpu.calls.count("empty_cache") > PIECES
 
 
-@pytest.mark.parametrize(("ranks", "switch", "saves"), [(1, "", True), (2, "", False), (2, "all", True)])
-def test_unasked_only_what_was_compared_is_saved(core, config, gpu, log, monkeypatch, ranks, switch, saves):
+@pytest.mark.parametrize(("ranks", "switch", "saves"), [(1, "default", True), (2, "default", False), (2, "all", True)])
+def test_by_default_only_what_was_compared_is_saved(core, config, gpu, log, monkeypatch, ranks, switch, saves):
     """Tokens were compared on one GPU; on several who asks has all of it."""
     from weightkeeper import vllm_api
 
@@ -618,8 +617,27 @@ def test_unasked_only_what_was_compared_is_saved(core, config, gpu, log, monkeyp
         assert any(line.startswith("savings of this start: ") for line in log())
     else:
         (said,) = log()
-        assert said.startswith("nothing is saved of this start: unasked only on one GPU")
+        assert said.startswith("nothing is saved of this start: by default only on one GPU")
         assert said.endswith("WEIGHTKEEPER_SAVINGS=all saves here, too")
+
+
+@pytest.mark.parametrize(
+    ("version", "given"), [("0.30.0", None), ("0.30.0", " "), ("0.32.0", None), ("0.32.0", "none")]
+)
+def test_a_server_of_the_launcher_saves_by_default(core, monkeypatch, caplog, version, given):
+    """With a vLLM that was compared; with another one it is said how to have it all the same, unless it was decided."""
+    from weightkeeper import saving, vllm_api
+
+    monkeypatch.setattr(vllm_api, "VLLM_VERSION", version)
+    monkeypatch.setattr(saving.logger, "propagate", True)
+    monkeypatch.setenv(savings.SWITCH, given or "")
+    if given is None:
+        monkeypatch.delenv(savings.SWITCH)
+    with caplog.at_level(logging.INFO, saving.logger.name):
+        saving.begin()
+    assert os.environ[savings.SWITCH] == (given if given == "none" else "default")
+    assert savings.wanted(os.environ, version) == (savings.ALL if version == "0.30.0" else ())
+    assert ("WEIGHTKEEPER_SAVINGS=all saves" in caplog.text) == (version == "0.32.0" and given is None)
 
 
 @pytest.mark.parametrize("name", ["prepare", "decide", "started", "settle", "capture_next", "leave", "finish"])

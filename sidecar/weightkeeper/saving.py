@@ -10,27 +10,20 @@ logger = logging.getLogger("vllm.weightkeeper")
 
 
 def begin() -> None:
-    """What is to be decided once a server, before vLLM reads its variables.
+    """A server of the launcher begins: what its user has not decided is saved by default, and so in all its processes.
 
     Raises:
         ConfigError: a saving that there is not.
     """
-    wanted = savings.wanted(os.environ, vllm_api.VLLM_VERSION)
-    if not vllm_api.is_cuda():
-        return
-    if not wanted and not os.environ.get(savings.SWITCH):
-        logger.info(
-            "weightkeeper: nothing is saved of a start unasked with vLLM %s, whose tokens were not compared on a GPU; "
-            "%s=all saves",
-            vllm_api.VLLM_VERSION, savings.SWITCH,
-        )  # fmt: skip
-    if savings.AOT_ARTIFACT in wanted:
-        try:
-            from weightkeeper import vllm_artifact
-        except (ImportError, AttributeError) as error:
-            logger.info("weightkeeper: compiled code is loaded as vLLM does by itself: %s", error)
-            return
-        vllm_artifact.ask_for(os.environ)
+    if savings.is_default(os.environ):
+        os.environ[savings.SWITCH] = savings.DEFAULT
+        if vllm_api.is_cuda() and not savings.is_compared(vllm_api.VLLM_VERSION):
+            logger.info(
+                "weightkeeper: nothing is saved of a start by default with vLLM %s, whose tokens were not compared on "
+                "a GPU; %s=all saves",
+                vllm_api.VLLM_VERSION, savings.SWITCH,
+            )  # fmt: skip
+    install()
 
 
 def install() -> None:
@@ -42,10 +35,8 @@ def install() -> None:
     wanted = savings.wanted(os.environ, vllm_api.VLLM_VERSION)
     if not wanted or not vllm_api.is_cuda():
         return
-    if gc.isenabled():  # where it is not, only imports are made, and what is forked from here begins for itself
-        begin()
-        if savings.FROZEN_HEAP in wanted:
-            gc.freeze()  # vLLM collects some ten times while it starts, each time through all that was imported
+    if savings.FROZEN_HEAP in wanted and gc.isenabled():  # where it is not, somebody freezes once all is imported
+        gc.freeze()  # vLLM collects some ten times while it starts, each time through all that was imported
     try:
         from weightkeeper import vllm_idle
 

@@ -5,10 +5,13 @@ from collections.abc import Iterable, Mapping
 from weightkeeper.errors import ConfigError
 
 SWITCH = "WEIGHTKEEPER_SAVINGS"
-"""Variable with what to save: `all`, `none`, or names with commas between.
+"""Variable with what to save: `all`, `none`, `default`, or names with commas between.
 
-Where it is not set, `all` on one GPU with a vLLM of `COMPARED`, and `none` else.
+`default` is `all` on one GPU with a vLLM of `COMPARED`, and `none` else. Where it is not set, it is `default` in
+servers of our launcher and `none` elsewhere.
 """
+
+DEFAULT = "default"
 
 COMPARED = ("0.30",)
 """Versions of vLLM with which tokens on a GPU were those of a start without savings: tests/gpu/test_gpu_savings.py."""
@@ -28,13 +31,10 @@ DEFERRED_GRAPHS = "deferred-graphs"
 LATE_INDUCTOR = "late-inductor"
 """What only a later recompilation needs is made ready while the server is idle."""
 
-AOT_ARTIFACT = "aot-artifact"
-"""Compiled code is loaded as one file, also with a torch for which vLLM does not do so by itself."""
-
 KV_SIZE = "kv-size"
 """The size of the KV cache is that of the last good start, so that memory is not measured again."""
 
-ALL = (FROZEN_HEAP, BULK_CAPTURE, ONE_WARM_UP, DEFERRED_GRAPHS, LATE_INDUCTOR, AOT_ARTIFACT, KV_SIZE)
+ALL = (FROZEN_HEAP, BULK_CAPTURE, ONE_WARM_UP, DEFERRED_GRAPHS, LATE_INDUCTOR, KV_SIZE)
 
 
 def wanted(environment: Mapping[str, str], vllm: str) -> tuple[str, ...]:
@@ -46,20 +46,33 @@ def wanted(environment: Mapping[str, str], vllm: str) -> tuple[str, ...]:
     Raises:
         ConfigError: a name that there is not.
     """
-    text = environment.get(SWITCH, "").strip().lower()
-    if not text:
-        return ALL if is_compared(vllm) else ()
-    if text in ("all", "none"):
-        return ALL if text == "all" else ()
+    text = _text(environment)
+    if text in ("", "none"):
+        return ()
+    if text == "all" or (text == DEFAULT and is_compared(vllm)):
+        return ALL
+    if text == DEFAULT:
+        return ()
     names = {name.strip() for name in text.split(",")} - {""}
     if unknown := sorted(names - set(ALL)):
-        raise ConfigError(f"{SWITCH}: there is no saving {', '.join(unknown)}; there are {', '.join(ALL)}, all, none")
+        raise ConfigError(
+            f"{SWITCH}: there is no saving {', '.join(unknown)}; there are {', '.join(ALL)}, all, none, default"
+        )
     return tuple(name for name in ALL if name in names)
 
 
 def is_compared(vllm: str) -> bool:
-    """Whether savings are made unasked with this version of vLLM."""
+    """Whether savings are made by default with this version of vLLM."""
     return ".".join(vllm.split(".")[:2]) in COMPARED
+
+
+def is_default(environment: Mapping[str, str]) -> bool:
+    """Whether the user has left it to us what to save."""
+    return _text(environment) in ("", DEFAULT)
+
+
+def _text(environment: Mapping[str, str]) -> str:
+    return environment.get(SWITCH, "").strip().lower()
 
 
 class Account:

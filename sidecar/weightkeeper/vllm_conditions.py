@@ -16,11 +16,6 @@ _ABSENT = object()
 Settings = tuple[tuple[str, Any, str], ...]
 """Path from vLLM's configuration, the value that is needed there, and what another value means."""
 
-_COMPILED: Settings = (
-    ("model_config.enforce_eager", False, "nothing is compiled (enforce-eager)"),
-    ("compilation_config.mode", CompilationMode.VLLM_COMPILE, "the model is not compiled"),
-)
-
 _ONE_SHAPE: Settings = (
     ("parallel_config.enable_dbo", False, "batches are split (enable-dbo)"),
     ("parallel_config.ubatch_size", 0, "batches are split (ubatch-size)"),
@@ -83,11 +78,6 @@ def cannot_recall(worker: Any) -> str:
     """Why the KV cache's size has to be measured; empty where that of the last start may be used."""
     why = _against(worker.vllm_config, _ALONE)
     return why or _variables("VLLM_ENABLE_STARTUP_PLAN", "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH") or _measuring(worker)
-
-
-def is_not_compiled(config: Any) -> str:
-    """Why vLLM compiles nothing; empty where it does. Of vLLM's configuration."""
-    return _against(config, _COMPILED)
 
 
 def cannot_postpone_inductor() -> str:

@@ -97,8 +97,8 @@ def _unknown(engine: EngineCore) -> str:
         return f"the worker is {parallel.worker_cls}"
     if parallel.nnodes > 1:
         return "several machines"
-    if parallel.world_size > 1 and not os.environ.get(savings.SWITCH):
-        return f"unasked only on one GPU, where tokens were compared; {savings.SWITCH}=all saves here, too"
+    if parallel.world_size_across_dp > 1 and savings.is_default(os.environ):
+        return f"by default only on one GPU, where tokens were compared; {savings.SWITCH}=all saves here, too"
     return ""
 
 

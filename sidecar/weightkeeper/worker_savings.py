@@ -113,8 +113,6 @@ def decide(wrapper: Any, use_kv: bool, defer: str, driven: bool) -> None:
         _freeze(state, is_known)
     with _spared(wrapper, [savings.LATE_INDUCTOR]):
         _postpone_inductor(state, driven)
-    with _spared(wrapper, [savings.AOT_ARTIFACT]):
-        _account_for_artifact(state)
     phases.mark(process_name(), "savings")
 
 
@@ -165,16 +163,6 @@ def _postpone_inductor(state: State, driven: bool) -> None:
     elif state.account.wants(savings.LATE_INDUCTOR):
         state.make_inductor_ready = vllm_start.postpone_inductor()
         state.account.apply(savings.LATE_INDUCTOR)
-
-
-def _account_for_artifact(state: State) -> None:
-    """It was asked for before this process was there."""
-    from weightkeeper import vllm_artifact
-
-    if why := vllm_artifact.why_not(state.worker.vllm_config):
-        state.account.skip(savings.AOT_ARTIFACT, why)
-    else:
-        state.account.apply(savings.AOT_ARTIFACT)
 
 
 def started(wrapper: Any) -> int:

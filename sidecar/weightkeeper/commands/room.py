@@ -34,7 +34,7 @@ def command(config: str) -> None:
     room = available() if kind_of_device() == "cpu" else _on_gpus(ranks)
     needed = size + min(size, SEGMENT_BYTES * ranks)
     free = None if room is None else room.nbytes
-    bound = "NVML does not say how much memory is free" if room is None else room.bound
+    bound = f"{ranks} GPU(s) are not visible here, or NVML does not say what is free" if room is None else room.bound
     click.echo(msgspec.json.encode({"needed": needed, "free": free, "bound": bound}).decode())
 
 

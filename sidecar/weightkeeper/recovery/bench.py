@@ -16,7 +16,7 @@ import yaml
 
 from weightkeeper import savings
 from weightkeeper.checkpoint import open_checkpoint
-from weightkeeper.recovery import agent_settings, gpu, machine, processes
+from weightkeeper.recovery import agent_settings, gpu, processes
 from weightkeeper.recovery.agent_process import AgentProcess
 from weightkeeper.recovery.engine import PLAIN, Engine
 from weightkeeper.recovery.holders import Daemon, Keeper
@@ -98,12 +98,13 @@ class Bench:
 
     @property
     def savings(self) -> str:
-        """`WEIGHTKEEPER_SAVINGS` of our own engines.
+        """`WEIGHTKEEPER_SAVINGS` of our own engines; `default` where it is not set.
 
         Raises:
             ConfigError: it has a name that there is not.
         """
-        return ",".join(savings.wanted(os.environ, machine.versions().get("vllm", ""))) or "none"
+        savings.wanted(os.environ, "")
+        return os.environ.get(savings.SWITCH) or savings.DEFAULT
 
     @property
     def held(self) -> dict[str, Held]:

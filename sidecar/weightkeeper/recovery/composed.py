@@ -126,7 +126,7 @@ class ComposedBench(Bench):
     @property
     def savings(self) -> str:
         """As the engine's container has it; `default` where it has none."""
-        return variables_of(self.project).get(savings.SWITCH) or "default"
+        return variables_of(self.project).get(savings.SWITCH) or savings.DEFAULT
 
     def end_engine(self) -> None:
         """It is the user's, and stays."""

@@ -14,6 +14,9 @@ from weightkeeper.recovery.engine import Engine
 
 NAME = "recovery"
 LOOK_SECONDS = 0.005
+HEALTHY_SECONDS = 1.0
+"""After which a server counts as good, so that one which is killed then is replaced with no delay."""
+
 GONE_SECONDS = 120.0
 """For the old server to be gone after whatever happened to it, with its grace."""
 
@@ -32,8 +35,7 @@ class Launched(Engine):
     def __init__(self, directory: Path, config: Path, port: int, log: Path, application: str = ""):
         self._sockets = str(directory / "l")
         command = [sys.executable, "-m", "weightkeeper.cli", "engine", "--name", NAME, "--socket-dir", self._sockets]
-        # A server that lives for a second before it is killed again counts as well: no back-off of repeated crashes.
-        command += ["--healthy-seconds", "1"]
+        command += ["--healthy-seconds", str(HEALTHY_SECONDS)]
         command += ["--application", application] if application else []
         command += ["--", "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
         super().__init__(command, port, log, {"TMPDIR": str(directory)})
@@ -76,6 +78,11 @@ class Launched(Engine):
                 if status.state == "ready":
                     return healthy
             time.sleep(LOOK_SECONDS)
+
+    def wait_until_good(self) -> None:
+        """Return when its server, which is healthy, has been so for `HEALTHY_SECONDS`."""
+        passed = time.time() - self.status().since
+        time.sleep(max(0.0, HEALTHY_SECONDS + LOOK_SECONDS - passed))
 
     def phases(self, since: float, healthy: float) -> dict[str, float]:
         """As the launcher tells them, without `stop`, which lies before; what it does not tell is `launcher`."""

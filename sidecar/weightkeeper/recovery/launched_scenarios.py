@@ -44,11 +44,12 @@ class CoreCrash(Reload):
 
 
 def ensure_launched(bench: Bench, config: Path) -> None:
-    """A launcher that has imported everything; it stays from one sample to the next."""
+    """A launcher that has imported everything, with a good server; it stays from one sample to the next."""
     if not isinstance(bench.engine, Launched) or bench.engine.process.poll() is not None:
         bench.stop_engine()
         bench.launch(config)
     bench.wait_for_health()
+    launched(bench).wait_until_good()
 
 
 def launched(bench: Bench) -> Launched:
