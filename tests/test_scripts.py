@@ -253,6 +253,24 @@ def running_project(tmp_path: Path, supervisor: str, plan: str = "[]", history: 
     return docker_that(tmp_path, *lines, "echo 'not there' >&2; exit 1")
 
 
+def test_an_engine_that_does_not_come_up_ends_the_wait_with_its_cause(project: Path, tmp_path: Path):
+    """Once Docker calls its container unhealthy and its launcher has given up; not after an hour."""
+    broken = json.dumps({"state": "broken", "cause": "exit code 3"})
+    answers = {
+        "compose ps -aq engine": "e",
+        "inspect e": described("e", Health={"Status": "unhealthy"}),
+        "compose exec -T engine weightkeeper engine-status --json": broken,
+    }
+    lines = [f'[ "$*" != {shlex.quote(asked)} ] || {{ echo {shlex.quote(text)}; exit 0; }}'
+             for asked, text in answers.items()]  # fmt: skip
+    (project / ".env").write_text("PORT=1\n")  # where nobody listens
+    refused = script("wait-ready", project, "engine", "60", path=docker_that(tmp_path, *lines, "exit 1"))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(
+        "weightkeeper: engine: no server came up: exit code 3; `docker compose logs engine`"
+    )
+
+
 def status(project: Path, path: str, *options: str) -> str:
     done = script("status", project, *options, path=path)
     assert done.returncode == 0, done.stderr

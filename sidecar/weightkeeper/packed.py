@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 SHARED_BEFORE_PROCESSING = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Quantization method classes behind the methods of `verified.CPU`."""
 
-SHARED_PROCESSED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Fp8LinearMethod"})
+SHARED_PROCESSED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Quantization method classes behind the methods of `verified.CUDA`."""
 
 

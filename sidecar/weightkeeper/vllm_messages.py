@@ -30,6 +30,7 @@ class Message:
 MESSAGES = (
     Message("Initializing a V1 LLM engine", "engine core"),
     Message("Starting to load model", "device"),
+    Message("Loading model from scratch", "device"),
     Message("Loading weights took", "load"),
     Message("Model loading took", "load"),
     Message("Dynamo bytecode transform time", "compile", before="profiling"),
