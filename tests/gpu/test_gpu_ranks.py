@@ -1,5 +1,6 @@
 """Tensor parallel on two GPUs: a keeper that holds a shard on each, and real vLLM that maps both. `make test-gpu`."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,10 @@ MIB = 1 << 20
 FORKED_WORKERS = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 MAPPED_LINE = re.compile(r"weightkeeper: zero_copy, mapped (\d+) bytes and copied (\d+) in ([\d.]+) ms")
+OTHER_RANK = re.compile(
+    r"weightkeeper: fallback to disk, code=mismatch: rank: the keeper has (\d), the engine has (\d)$", re.MULTILINE
+)
+"""And no other field, which would follow behind a semicolon."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,12 +30,29 @@ pytestmark = [
 ]
 
 
-def answer_of(model: Path, **request: Any) -> tuple[dict[str, Any], str]:
+def answer_of(model: Path, variables: dict[str, str] | None = None, **request: Any) -> tuple[dict[str, Any], str]:
     """What one engine with two ranks answers, and its log."""
-    with start(model, plain=True, environment=FORKED_WORKERS, options=TWO_RANKS, **request) as engine:
+    environment = FORKED_WORKERS | (variables or {})
+    with start(model, plain=True, environment=environment, options=TWO_RANKS, **request) as engine:
         answer = engine.answer()
         engine.end()
         return answer, engine.log()
+
+
+def exchanged(keeper: Keeper) -> dict[str, Any]:
+    """Of a request: the keeper's weights, for ranks that compute each on the GPU of the other's shard.
+
+    In a rehearsal, where ranks have no devices, each finds the other's socket under its own name.
+    """
+    if GPUS:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        words = visible.split(",") if visible else [str(index) for index in range(len(GPUS))]
+        return {"variables": {"CUDA_VISIBLE_DEVICES": f"{words[1]},{words[0]}"}, "extra": keeper.extra()}
+    directory = keeper.dir / "x"
+    directory.mkdir(mode=0o700)
+    for own, name in {"control": "control", "cpu-0": "cpu-1", "cpu-1": "cpu-0"}.items():
+        os.link(keeper.sockets / f"{own}.sock", directory / f"{name}.sock")
+    return {"extra": {"socket_dir": str(directory)}}
 
 
 class Ranks:
@@ -48,11 +70,13 @@ class Ranks:
         for gpu in GPUS:
             wait_until_free([gpu], before[gpu.uuid] + self.sizes[gpu.uuid], 20)
         self.grown = {gpu.uuid: gpu.used_bytes() - before[gpu.uuid] for gpu in GPUS}
+        self.keeper = keeper
         self.publishes = publishes
         asked = {"load_format": "weightkeeper", "extra": publishes.extra(publish=True)}
         self.disk: Future = pool.submit(answer_of, model)
         self.mapped: Future = pool.submit(answer_of, model, **on(keeper))
         self.publisher: Future = pool.submit(answer_of, model, **asked)
+        self.exchanged: Future = pool.submit(answer_of, model, load_format="weightkeeper", **exchanged(keeper))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +87,7 @@ def ranks(tmp_path_factory) -> Iterator[Ranks]:
     publishes = PlainKeeper(None)
     try:
         publishes.until_answers()
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(1 if REHEARSING else 4) as pool:
             yield Ranks(model, keeper, before, publishes, pool)
     finally:
         keeper.close()
@@ -90,6 +114,20 @@ def test_two_ranks_answer_as_two_ranks_from_disk(ranks, tell: Callable[[str], No
     lines = MAPPED_LINE.findall(log)
     assert len(lines) == 2
     tell("mapped in " + " and ".join(f"{milliseconds} ms" for _, _, milliseconds in lines))
+
+
+def test_ranks_on_each_other_s_gpus_are_refused_and_load_from_disk(ranks):
+    """CUDA_VISIBLE_DEVICES is 1,0 where the loaders had 0,1: a socket is a GPU's, a fingerprint a rank's, so each rank
+    finds the other's shard, names both ranks and leaves it alone. The answer is right, the keeper holds on."""
+    disk, _ = ranks.disk.result()
+    answer, log = ranks.exchanged.result()
+    assert sorted(OTHER_RANK.findall(log)) == [("0", "1"), ("1", "0")], log[-6000:]
+    assert not MAPPED_LINE.search(log)
+    assert answer["tokens"] == disk["tokens"]
+    assert answer["logprobs"] == disk["logprobs"]
+    status = ranks.keeper.status()
+    assert (status.state, status.loads, status.fallbacks) == ("ready", 1, {"mismatch": 2})
+    assert dict(status.held.devices) == ranks.sizes
 
 
 def test_an_engine_with_two_ranks_publishes_and_the_next_one_maps(ranks, tell: Callable[[str], None]):
