@@ -17,14 +17,18 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import models
 import pytest
 import yaml
+from clients import CLIENTS, Clients
 from engines import QUIET, keeper
+from in_flight import InFlight
+from keepers import wait_for
 from test_parity import smollm2
 from tokenizers import Regex, Tokenizer, decoders
 
@@ -290,6 +294,77 @@ def test_twenty_reloads_import_nothing_leave_nothing_and_take_a_tenth(plain, eng
     middle = statistics.median(seconds)
     print(f"cold {cold:.2f} s; reloads {min(seconds):.2f} to {max(seconds):.2f} s, median {middle:.2f} s")
     assert middle <= cold / 10, seconds
+
+
+DRAINING = {"shutdown-timeout": 20}
+"""Many times what the tokens take that are left, also on two busy cores."""
+
+
+@contextlib.contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Have an engine core compute nothing, so that its requests are in flight still when something has happened."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_without_a_drain_time_what_is_in_flight_at_a_reload_gets_an_error(engine):
+    """Status 500, or a stream that breaks off: never an `abort` that looks like a result."""
+    before = engine.status()
+    with InFlight(engine.config["port"], engine.config["model"], tokens=240) as asked:
+        asked.until_both_run()
+        with paused(engine.pid("VLLM::EngineCore")):
+            engine.write(**DRAINING)
+            engine.process.send_signal(signal.SIGHUP)
+            engine.until(lambda status: status.state == "reloading")
+        answer, stream = asked.plain.result(), asked.stream.result()
+    engine.ready(before.generation + 1)
+    assert answer.status == 500, answer.content
+    assert isinstance(stream.error, httpx.RemoteProtocolError)
+    assert stream.chunks and not stream.is_done
+    assert {choice["finish_reason"] for each in stream.chunks for choice in each["choices"]} == {None}
+
+
+def test_with_a_drain_time_what_is_in_flight_ends_whole_and_new_clients_wait(engine):
+    """A hundred of them queue on the listening socket, none is refused or reset, and the next server answers them."""
+    if not DRAINING.items() <= engine.config.items():
+        engine.write(**DRAINING)
+        engine.reload()
+    before, port, model = engine.status(), engine.config["port"], engine.config["model"]
+    with Clients(port, "/v1/models", lambda answer: answer["data"][0]["id"], keeping=CLIENTS // 2) as clients:
+        clients.until_all_are_answered_by(model)
+        with InFlight(port, model, tokens=40) as asked:
+            asked.until_both_run()
+            with paused(engine.pid("VLLM::EngineCore")):
+                engine.write(**{"served-model-name": ["next", model]})
+                engine.process.send_signal(signal.SIGHUP)
+                wait_for(lambda: waiting(port) >= CLIENTS, "all clients wait to be accepted")
+                late = asked.ask(tokens=1)
+                assert not asked.plain.done() and not asked.stream.done()
+            answer, stream = asked.plain.result(), asked.stream.result()
+        engine.ready(before.generation + 1)
+        clients.until_all_are_answered_by("next")
+    assert not clients.failures
+    assert clients.answers.keys() == {model, "next"}
+    assert clients.missed <= clients.keeping // 10
+    assert late.result().content["model"] == "next"
+    assert (answer.content["model"], answer.content["choices"][0]["finish_reason"]) == (model, "length")
+    assert answer.content["usage"]["completion_tokens"] == 40
+    assert stream.is_done and stream.error is None
+    *_, last, usage = stream.chunks
+    assert (last["model"], last["choices"][0]["finish_reason"]) == (model, "length")
+    assert usage["usage"]["completion_tokens"] == 40
+    del engine.config["shutdown-timeout"], engine.config["served-model-name"]
+    engine.write()
+
+
+def waiting(port: int) -> int:
+    """Connections to this port of 127.0.0.1 that nobody has accepted yet."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    found = [fields for fields in lines if fields[3] == "0A" and fields[1] == f"0100007F:{port:04X}"]
+    return sum(int(fields[4].split(":")[1], 16) for fields in found)
 
 
 @pytest.mark.parametrize("victim", ["server", "EngineCore", "Worker"])
