@@ -100,7 +100,6 @@ class Clients:
 
     def __init__(self, port: int, path: str, who: Callable[[Any], Hashable], keeping: int):
         self.failures: list[str] = []
-        self.keeping = keeping
         self._clients = [Client(port, path, who, keeps=number < keeping) for number in range(CLIENTS)]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)

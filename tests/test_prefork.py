@@ -312,10 +312,10 @@ def paused(pid: int) -> Iterator[None]:
 
 def test_without_a_drain_time_what_is_in_flight_at_a_reload_gets_an_error(engine):
     """Status 500, or a stream that breaks off: never an `abort` that looks like a result."""
-    before = engine.status()
+    before, core = engine.status(), engine.pid("VLLM::EngineCore")
     with InFlight(engine.config["port"], engine.config["model"], tokens=240) as asked:
         asked.until_both_run()
-        with paused(engine.pid("VLLM::EngineCore")):
+        with paused(core):
             engine.write(**DRAINING)
             engine.process.send_signal(signal.SIGHUP)
             engine.until(lambda status: status.state == "reloading")
@@ -332,23 +332,26 @@ def test_with_a_drain_time_what_is_in_flight_ends_whole_and_new_clients_wait(eng
     if not DRAINING.items() <= engine.config.items():
         engine.write(**DRAINING)
         engine.reload()
-    before, port, model = engine.status(), engine.config["port"], engine.config["model"]
-    with Clients(port, "/v1/models", lambda answer: answer["data"][0]["id"], keeping=CLIENTS // 2) as clients:
-        clients.until_all_are_answered_by(model)
-        with InFlight(port, model, tokens=40) as asked:
-            asked.until_both_run()
-            with paused(engine.pid("VLLM::EngineCore")):
-                engine.write(**{"served-model-name": ["next", model]})
-                engine.process.send_signal(signal.SIGHUP)
-                wait_for(lambda: waiting(port) >= CLIENTS, "all clients wait to be accepted")
-                late = asked.ask(tokens=1)
-                assert not asked.plain.done() and not asked.stream.done()
-            answer, stream = asked.plain.result(), asked.stream.result()
+    before, core = engine.status(), engine.pid("VLLM::EngineCore")
+    port, model = engine.config["port"], engine.config["model"]
+    with contextlib.ExitStack() as stack:
+        asked = stack.enter_context(InFlight(port, model, tokens=40))
+        asked.until_both_run()
+        with paused(core):
+            asking = Clients(port, "/v1/models", lambda answer: answer["data"][0]["id"], keeping=CLIENTS // 2)
+            clients = stack.enter_context(asking)
+            clients.until_all_are_answered_by(model)
+            engine.write(**{"served-model-name": ["next", model]})
+            engine.process.send_signal(signal.SIGHUP)
+            wait_for(lambda: waiting(port) >= CLIENTS, "all clients wait to be accepted")
+            late = asked.ask(tokens=1)
+            assert not asked.plain.done() and not asked.stream.done()
+        answer, stream = asked.plain.result(), asked.stream.result()
         engine.ready(before.generation + 1)
         clients.until_all_are_answered_by("next")
     assert not clients.failures
     assert clients.answers.keys() == {model, "next"}
-    assert clients.missed <= clients.keeping // 10
+    assert clients.told >= clients.missed
     assert late.result().content["model"] == "next"
     assert (answer.content["model"], answer.content["choices"][0]["finish_reason"]) == (model, "length")
     assert answer.content["usage"]["completion_tokens"] == 40
@@ -362,9 +365,14 @@ def test_with_a_drain_time_what_is_in_flight_ends_whole_and_new_clients_wait(eng
 
 def waiting(port: int) -> int:
     """Connections to this port of 127.0.0.1 that nobody has accepted yet."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    found = [fields for fields in lines if fields[3] == "0A" and fields[1] == f"0100007F:{port:04X}"]
-    return sum(int(fields[4].split(":")[1], 16) for fields in found)
+    with Path("/proc/net/tcp").open() as table:
+        next(table)
+        for address, _, state, queues in (line.split()[1:5] for line in table):
+            if state != "0A":  # those that listen come first, before thousands of others
+                return 0
+            if address == f"0100007F:{port:04X}":
+                return int(queues.split(":")[1], 16)
+    return 0
 
 
 @pytest.mark.parametrize("victim", ["server", "EngineCore", "Worker"])
