@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -11,6 +12,8 @@ from http import HTTPStatus
 from typing import Any
 
 from keepers import DEADLINE_SECONDS, wait_for
+
+from weightkeeper.vllm_draining import LINGER_SECONDS
 
 CLIENTS = 100
 
@@ -25,12 +28,13 @@ class Client:
         answers: whole ones with status 200, by who gave them.
         told: answers on a kept connection that said `Connection: close`.
         missed: requests that met the very closing of a kept connection, and were sent again on a new one. HTTP has no
-            way to avoid them.
+            way to avoid them; but a server that leaves waits LINGER_SECONDS for them first.
     """
 
     def __init__(self, port: int, path: str, who: Callable[[Any], Hashable], keeps: bool):
         self.answers: Counter[Hashable] = Counter()
         self.told = self.missed = 0
+        self._asked = 0.0
         self._port, self._who, self._keeps = port, who, keeps
         self._request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -45,14 +49,15 @@ class Client:
         """
         if self._connection is not None and self._connection[0].at_eof():
             await self.close()
-        is_kept = self._connection is not None
+        is_kept, began = self._connection is not None, time.monotonic()
         try:
             head = await self._send()
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             await self.close()
-            if not is_kept or getattr(error, "partial", b""):
+            if not is_kept or getattr(error, "partial", b"") or began - self._asked < LINGER_SECONDS:
                 raise
             self.missed += 1
+            began = time.monotonic()
             head = await self._send()
         status, *lines = head.decode().rstrip().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
@@ -63,6 +68,7 @@ class Client:
         self.told += is_last and self._keeps
         if is_last or not self._keeps:
             await self.close()
+        self._asked = began
         self.answers[self._who(json.loads(body))] += 1
 
     async def _send(self) -> bytes:

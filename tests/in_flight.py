@@ -36,20 +36,19 @@ class Stream:
 
 
 class InFlight:
-    """A plain and a streamed completion of so many tokens. At the end of `with` all that was asked has ended.
+    """A plain and a streamed completion of so many tokens.
 
     Attributes:
-        plain: whatever its status.
-        stream: where its status is 200.
+        plain: the answer, whatever its status.
+        stream: what came of it, where its status is 200.
     """
-
-    plain: Future[Answer]
-    stream: Future[Stream]
 
     def __init__(self, port: int, model: str, tokens: int):
         self._port, self._model, self._tokens = port, model, tokens
-        self._has_begun = threading.Event()
+        self._is_taken = threading.Event()
         self._threads = ThreadPoolExecutor()
+        self.plain: Future[Answer] = self.ask(tokens)
+        self.stream: Future[Stream] = self._threads.submit(self._stream)
 
     def ask(self, tokens: int) -> Future[Answer]:
         """A plain completion on a new connection. It is under way when this returns."""
@@ -58,9 +57,13 @@ class InFlight:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         return self._threads.submit(self._answer, connection)
 
-    def until_both_run(self) -> None:
-        """Wait until the stream has begun; the plain completion was asked for before it."""
-        assert self._has_begun.wait(SECONDS), self.stream
+    def until_taken(self) -> None:
+        """Wait until the server has both: the stream's head is there, and the plain one was asked for before it."""
+        assert self._is_taken.wait(SECONDS), self.ended()
+
+    def ended(self) -> list[Answer | Stream]:
+        """Of the two."""
+        return [each.result() for each in (self.plain, self.stream) if each.done()]
 
     def _request(self, tokens: int, **more: Any) -> dict[str, Any]:
         asked = {"model": self._model, "prompt": "The capital of France is", "max_tokens": tokens, "temperature": 0}
@@ -82,21 +85,13 @@ class InFlight:
         try:
             with httpx.stream("POST", url, json=request, timeout=SECONDS, trust_env=False) as answer:
                 answer.raise_for_status()
+                self._is_taken.set()
                 for line in answer.iter_lines():
                     data = line.removeprefix("data: ")
                     if data == "[DONE]":
                         came.is_done = True
                     elif data:
                         came.chunks.append(json.loads(data))
-                        self._has_begun.set()
         except httpx.TransportError as error:
             came.error = error
         return came
-
-    def __enter__(self) -> "InFlight":
-        self.plain = self.ask(self._tokens)
-        self.stream = self._threads.submit(self._stream)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown()
