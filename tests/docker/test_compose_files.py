@@ -77,8 +77,10 @@ def test_gpu_file_reserves_one_gpu_and_keeps_everything_else():
         assert re.fullmatch(r"vllm/vllm-openai:v0\.\d+\.\d+", service["build"]["args"]["BASE_IMAGE"])
         assert service["command"][-1] == "/config/engine.gpu.yaml"
         assert (COMPOSE / "engine.gpu.yaml").exists()
-        same = set(cpu[name]) - {"build", "command", "shm_size"}
+        same = set(cpu[name]) - {"build", "command", "environment", "shm_size"}
         assert {key: service[key] for key in same} == {key: cpu[name][key] for key in same}
+    assert gpu["engine"]["environment"] == cpu["engine"]["environment"] | {"VLLM_USE_MEGA_AOT_ARTIFACT": "1"}
+    assert gpu["sidecar"].get("environment") == cpu["sidecar"].get("environment")
 
 
 def test_isolated_file_gives_each_container_its_own_ipc_namespace():
