@@ -47,12 +47,10 @@ def wanted(environment: Mapping[str, str], vllm: str) -> tuple[str, ...]:
         ConfigError: a name that there is not.
     """
     text = _text(environment)
-    if text in ("", "none"):
+    if text in ("", "none") or (text == DEFAULT and not is_compared(vllm)):
         return ()
-    if text == "all" or (text == DEFAULT and is_compared(vllm)):
+    if text in ("all", DEFAULT):
         return ALL
-    if text == DEFAULT:
-        return ()
     names = {name.strip() for name in text.split(",")} - {""}
     if unknown := sorted(names - set(ALL)):
         raise ConfigError(

@@ -62,13 +62,13 @@ class Gpu:
 
 
 def free_bytes(count: int) -> int | None:
-    """On the fullest of the first `count` GPUs that a program started from here computes on.
+    """On the fullest of the first `count` GPUs, one at least, that a program started from here computes on.
 
     None where there are fewer, or NVML does not say.
     """
     try:
         gpus = Gpu.visible()[:count]
-        return min((gpu.free_bytes() for gpu in gpus), default=None) if len(gpus) == count else None
+        return min(gpu.free_bytes() for gpu in gpus) if len(gpus) == count else None
     except Exception as error:
         if type(error).__name__.startswith("NVMLError"):  # there is no one class: vLLM carries a copy of the bindings
             return None
