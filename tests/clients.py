@@ -27,14 +27,15 @@ class Client:
     Attributes:
         answers: whole ones with status 200, by who gave them.
         told: answers on a kept connection that said `Connection: close`.
-        missed: requests that met the very closing of a kept connection, and were sent again on a new one. HTTP has no
-            way to avoid them; but a server that leaves waits LINGER_SECONDS for them first.
+        missed: requests that met the very closing of a connection, and were sent again on a new one. HTTP has no way to
+            avoid them; but a server that leaves waits LINGER_SECONDS for them first, so that only a client that let
+            as much time go by before its request was sent can meet it.
     """
 
     def __init__(self, port: int, path: str, who: Callable[[Any], Hashable], keeps: bool):
         self.answers: Counter[Hashable] = Counter()
         self.told = self.missed = 0
-        self._asked = 0.0
+        self._began = self._sent = 0.0
         self._port, self._who, self._keeps = port, who, keeps
         self._request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -49,15 +50,15 @@ class Client:
         """
         if self._connection is not None and self._connection[0].at_eof():
             await self.close()
-        is_kept, began = self._connection is not None, time.monotonic()
+        # the server may have gone since the last request began, or since this connection did
+        heard = self._began if self._connection else time.monotonic()
         try:
             head = await self._send()
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             await self.close()
-            if not is_kept or getattr(error, "partial", b"") or began - self._asked < LINGER_SECONDS:
+            if getattr(error, "partial", b"") or self._sent - heard < LINGER_SECONDS:
                 raise
             self.missed += 1
-            began = time.monotonic()
             head = await self._send()
         status, *lines = head.decode().rstrip().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
@@ -68,18 +69,20 @@ class Client:
         self.told += is_last and self._keeps
         if is_last or not self._keeps:
             await self.close()
-        self._asked = began
         self.answers[self._who(json.loads(body))] += 1
 
     async def _send(self) -> bytes:
         """The head of the answer."""
+        self._began = time.monotonic()
         if self._connection is None:
             # at once, as clients do, however busy this loop is; a connection on which nothing is asked may be closed
             connected = socket.create_connection(("127.0.0.1", self._port), DEADLINE_SECONDS)
             connected.sendall(self._request)
+            self._sent = time.monotonic()
             self._connection = await asyncio.open_connection(sock=connected)
         else:
             self._connection[1].write(self._request)
+            self._sent = time.monotonic()
         return await self._connection[0].readuntil(b"\r\n\r\n")
 
     async def close(self) -> None:

@@ -132,8 +132,12 @@ class Draining:
         return given.result(LOOP_SECONDS)
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Return once it is so, or when `seconds` are over and the loop has read what came in them."""
         deadline = time.monotonic() + seconds
-        while not self._call(condition) and time.monotonic() < deadline:
+        while True:
+            is_over = time.monotonic() >= deadline  # before the call: the loop goes once more to its sockets behind it
+            if self._call(condition) or is_over:
+                return
             time.sleep(LOOK_SECONDS)
 
 
