@@ -12,7 +12,7 @@ import weightkeeper
 PACKAGE = Path(weightkeeper.__file__).parent
 
 LAYERS = [
-    {"errors", "layout", "phases", "quantities", "doctor_report", "threads", "harmless"},
+    {"errors", "layout", "phases", "quantities", "doctor_report", "threads", "harmless", "nvml"},
     {"engine_config", "options", "verified", "memory", "files", "vllm_messages"},
     {"protocol", "safetensors_header", "weight_set"},
     {"checkpoint", "frames", "sockets", "fingerprint", "doctor_trial", "doctor_probe", "doctor_causes"},

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keepers import wait_for
 
+from weightkeeper import nvml
 from weightkeeper.errors import ConfigError
-from weightkeeper.launcher import arguments, environment, health, holders, processes
+from weightkeeper.launcher import arguments, environment, gpu_memory, health, holders, processes
 from weightkeeper.launcher.address import Address
 from weightkeeper.launcher.backoff import BROKEN_AFTER, Backoff
 from weightkeeper.launcher.gpu_memory import GpuMemory
@@ -440,9 +441,22 @@ def test_only_visible_gpus_count(monkeypatch, seen, asked):
 
 
 def test_without_nvml_nothing_is_waited_for(monkeypatch):
-    """Neither where the package is missing nor where the driver fails."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    """Neither where there are no bindings nor where the driver fails."""
+    monkeypatch.setattr(nvml, "bindings", lambda: None)
     memory = GpuMemory()
     memory.note({})
     anyio.run(memory.settled, {})
+    monkeypatch.undo()
     settle(monkeypatch, [])
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_gpu_whose_memory_nobody_can_ask_for_is_said(monkeypatch, caplog, tmp_path, has_driver):
+    """A machine without a GPU has nothing to wait for, and nothing to say."""
+    driver = tmp_path / "nvidiactl"
+    if has_driver:
+        driver.touch()
+    monkeypatch.setattr(nvml, "bindings", lambda: None)
+    monkeypatch.setattr(gpu_memory, "_DRIVER", driver)
+    GpuMemory()
+    assert [message.partition(":")[0] for message in caplog.messages] == ["GPU memory"] * has_driver

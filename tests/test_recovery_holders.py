@@ -216,10 +216,10 @@ def test_memory_of_holders_that_came_up_beside_others_is_found_afterwards(tmp_pa
 
 
 def test_gpus_are_those_of_cuda_visible_devices_in_its_order(monkeypatch):
-    """By number or by the beginning of a UUID; the first one is the first of the program."""
+    """The first one is the first of the program; none where a MIG id hides which."""
     gpus = [type("Gpu", (), {"uuid": f"GPU-{letter}"})() for letter in "abc"]
     monkeypatch.setattr(gpu.Gpu, "all", classmethod(lambda cls: gpus))
-    for given, expected in {"2,0": [2, 0], "GPU-b": [1], "": [], "7": []}.items():
+    for given, expected in {"2,0": [2, 0], "GPU-b": [1], "MIG-7f": []}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         assert gpu.Gpu.visible() == [gpus[number] for number in expected]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -7,6 +7,7 @@ import json
 import subprocess
 from typing import Any
 
+from weightkeeper import nvml
 from weightkeeper.errors import MemoryKindError
 from weightkeeper.memory.cuda_devices import devices
 from weightkeeper.memory.cuda_vmm import bindings, call
@@ -36,32 +37,30 @@ def probe() -> dict[str, Any]:
 
 def _nvml() -> dict[str, dict[str, str]]:
     """UUID → modes, from NVML; empty where its package is not installed or it refuses."""
-    try:
-        import pynvml
-    except ImportError:
+    library = nvml.bindings()
+    if library is None:
         return {}
     found = {}
     try:
-        pynvml.nvmlInit()
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found[_text(pynvml.nvmlDeviceGetUUID(handle))] = {
-                "mig": _flag(pynvml, lambda handle=handle: pynvml.nvmlDeviceGetMigMode(handle)[0]),
-                "persistence": _flag(pynvml, lambda handle=handle: pynvml.nvmlDeviceGetPersistenceMode(handle)),
+        driver = nvml.text(library.nvmlSystemGetDriverVersion())
+        for index in range(library.nvmlDeviceGetCount()):
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            found[nvml.text(library.nvmlDeviceGetUUID(handle))] = {
+                "mig": _flag(library, lambda handle=handle: library.nvmlDeviceGetMigMode(handle)[0]),
+                "persistence": _flag(library, lambda handle=handle: library.nvmlDeviceGetPersistenceMode(handle)),
                 "driver_version": driver,
             }
-    except pynvml.NVMLError:
+    except library.NVMLError:
         return {}
     return found
 
 
-def _flag(pynvml: Any, ask: Any) -> str:
+def _flag(library: Any, ask: Any) -> str:
     try:
         return "on" if ask() else "off"
-    except pynvml.NVMLError_NotSupported:
+    except library.NVMLError_NotSupported:
         return "off"
-    except pynvml.NVMLError:
+    except library.NVMLError:
         return "unknown"
 
 
@@ -79,10 +78,6 @@ def _smi() -> dict[str, dict[str, str]]:
             mig, persistence = (words.get(field, "unknown") for field in fields[1:3])
             found[fields[0]] = {"mig": mig, "persistence": persistence, "driver_version": fields[3]}
     return found
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 if __name__ == "__main__":

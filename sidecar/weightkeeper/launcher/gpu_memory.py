@@ -4,15 +4,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 
 import anyio
 
+from weightkeeper import nvml
 from weightkeeper.quantities import bytes_text
 
 SETTLE_SECONDS = 15.0
 """The driver takes well under a second; after this the next server is started all the same, and it is said."""
 
+_DRIVER = Path("/dev/nvidiactl")
 _STILL_SECONDS = 0.5
 _STEP_SECONDS = 0.05
 _SLACK_BYTES = 64 * 1024 * 1024
@@ -24,15 +26,10 @@ class GpuMemory:
     """Bytes in use on the visible GPUs, by NVML, which makes no CUDA context. Does nothing where there is none."""
 
     def __init__(self) -> None:
-        self._nvml: Any = None
+        self._nvml = nvml.bindings()
         self._before: int | None = None
-        try:
-            import pynvml
-        except ImportError:
-            return
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            self._nvml = pynvml
+        if self._nvml is None and _DRIVER.exists():
+            logger.warning("GPU memory: NVML is missing or refuses; servers do not wait until the last one's is free")
 
     def note(self, environment: Mapping[str, str]) -> None:
         """No server runs: what is in use now is not a server's."""
@@ -67,22 +64,15 @@ class GpuMemory:
 
     def _used(self, environment: Mapping[str, str]) -> int | None:
         """None where it cannot be read; then nothing is waited for."""
-        nvml = self._nvml
-        if nvml is None:
+        found = self._nvml
+        if found is None:
             return None
         try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            seen = environment.get("CUDA_VISIBLE_DEVICES")
-            if seen is not None:
-                handles = [each for i, each in enumerate(handles) if _is_named(i, nvml.nvmlDeviceGetUUID(each), seen)]
-            return sum(nvml.nvmlDeviceGetMemoryInfo(each).used for each in handles)
-        except nvml.NVMLError as error:
+            handles = [found.nvmlDeviceGetHandleByIndex(index) for index in range(found.nvmlDeviceGetCount())]
+            uuids = [nvml.text(found.nvmlDeviceGetUUID(handle)) for handle in handles]
+            named = nvml.visible(environment.get("CUDA_VISIBLE_DEVICES"), uuids)
+            chosen = handles if named is None else [handles[index] for index in named]  # of a MIG id all may be meant
+            return sum(found.nvmlDeviceGetMemoryInfo(each).used for each in chosen)
+        except found.NVMLError as error:
             logger.debug("NVML: %s", error)
             return None
-
-
-def _is_named(index: int, uuid: str | bytes, seen: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES names a GPU: by index, or by UUID or its beginning. Of a MIG id all may be meant."""
-    uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
-    words = [word.strip() for word in seen.split(",") if word.strip()]
-    return any(word == str(index) or uuid.startswith(word) or word.startswith("MIG") for word in words)

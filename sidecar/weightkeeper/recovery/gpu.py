@@ -1,12 +1,10 @@
 """GPU memory as the driver counts it, through NVML, which makes no context and so costs none."""
 
-import importlib.util
 import os
-import sys
 import time
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+
+from weightkeeper import nvml
 
 SLACK_BYTES = 64 * 1024 * 1024
 """Two readings of one GPU that differ by less are taken as equal."""
@@ -15,34 +13,29 @@ SLACK_BYTES = 64 * 1024 * 1024
 class Gpu:
     """One GPU."""
 
-    def __init__(self, nvml: ModuleType, index: int):
-        self._nvml = nvml
-        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        self.name = _text(nvml.nvmlDeviceGetName(self._handle))
-        self.uuid = _text(nvml.nvmlDeviceGetUUID(self._handle))
-        self.driver = _text(nvml.nvmlSystemGetDriverVersion())
-        self.total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+    def __init__(self, bindings: ModuleType, index: int):
+        self._nvml = bindings
+        self._handle = bindings.nvmlDeviceGetHandleByIndex(index)
+        self.name = nvml.text(bindings.nvmlDeviceGetName(self._handle))
+        self.uuid = nvml.text(bindings.nvmlDeviceGetUUID(self._handle))
+        self.driver = nvml.text(bindings.nvmlSystemGetDriverVersion())
+        self.total_bytes = int(bindings.nvmlDeviceGetMemoryInfo(self._handle).total)
 
     @classmethod
     def all(cls) -> list["Gpu"]:
         """Every GPU that the driver shows; none where there is no driver."""
-        nvml = _nvml()
-        return [cls(nvml, index) for index in range(nvml.nvmlDeviceGetCount())] if nvml else []
+        found = nvml.bindings()
+        return [cls(found, index) for index in range(found.nvmlDeviceGetCount())] if found else []
 
     @classmethod
     def visible(cls) -> list["Gpu"]:
-        """Those that a program started from here computes on, by CUDA_VISIBLE_DEVICES and in its order."""
+        """Those that a program started from here computes on, by CUDA_VISIBLE_DEVICES and in its order.
+
+        No GPU where a MIG id says so: what NVML tells of its GPU is not the part's.
+        """
         gpus = cls.all()
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if given is None:
-            return gpus
-        words = [word.strip() for word in given.split(",") if word.strip()]
-        return [
-            gpu
-            for word in words
-            for index, gpu in enumerate(gpus)
-            if word == str(index) or (not word.isdecimal() and gpu.uuid.startswith(word))
-        ]
+        named = nvml.visible(os.environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in gpus])
+        return [gpus[index] for index in named or ()]
 
     def used_bytes(self) -> int:
         """Memory in use by anybody, as nvidia-smi counts it: without what the driver keeps for itself."""
@@ -98,43 +91,3 @@ def settled_bytes(gpus: list[Gpu], quiet: float = 0.5, seconds: float = 30.0) ->
             level, since = used, now
         time.sleep(0.02)
     return used_bytes(gpus)
-
-
-def _nvml() -> ModuleType | None:
-    """NVIDIA's bindings, or the copy that vLLM carries, ready for use; None without a driver."""
-    try:
-        import pynvml as nvml
-    except ImportError:
-        nvml = _vllms_nvml()
-    if nvml is None:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    return nvml
-
-
-def _vllms_nvml() -> ModuleType | None:
-    """Loaded from its file, so that vLLM itself is not imported."""
-    if "vllm_pynvml" in sys.modules:
-        return sys.modules["vllm_pynvml"]
-    directory = vllm_directory()
-    file = directory / "third_party/pynvml.py" if directory else None
-    if file is None or not file.is_file():
-        return None
-    spec = importlib.util.spec_from_file_location("vllm_pynvml", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vllm_pynvml"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def vllm_directory() -> Path | None:
-    """Where vLLM is installed; it is not imported for that."""
-    found = importlib.util.find_spec("vllm")
-    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

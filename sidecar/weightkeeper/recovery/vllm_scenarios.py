@@ -3,7 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from weightkeeper.recovery import gpu, holders, page_cache
+from weightkeeper import nvml
+from weightkeeper.recovery import holders, page_cache
 from weightkeeper.recovery.bench import Bench
 from weightkeeper.recovery.engine import PLAIN
 from weightkeeper.recovery.scenario import Scenario
@@ -63,7 +64,7 @@ class IpcCache(Scenario):
     def missing(self, bench: Bench) -> str:
         if not bench.gpus:
             return "vLLM's ipc_cache needs a GPU"
-        directory = gpu.vllm_directory()
+        directory = nvml.vllm_directory()
         if directory is None or not (directory / holders.DAEMON).is_file():
             return "this vLLM has no ipc_cache; it came with 0.30"
         return ""
