@@ -406,7 +406,8 @@ def test_another_device_is_a_mismatch_that_names_both(tmp_path):
     """G04: two cards that are both index 0 inside their containers."""
     with keeper(tmp_path, device="GPU-aaaa") as one:
         one.wait_for_state("ready")
-        with pytest.raises(MismatchError, match=r"^device: the keeper has GPU-aaaa, the engine has GPU-bbbb$"):
+        both = r"^device: the keeper has GPU-aaaa, the engine has GPU-bbbb; GPU-bbbb: start the engine on"
+        with pytest.raises(MismatchError, match=both):
             client.open_session(one.socket_dir, "GPU-bbbb")
 
 

@@ -1,5 +1,7 @@
 """Which weights count as the same, and how a difference reads."""
 
+import pytest
+
 from weightkeeper import fingerprint
 from weightkeeper.errors import Difference, MismatchError
 
@@ -37,6 +39,21 @@ def test_a_mismatch_reads_as_one_line_with_every_field():
     error = MismatchError([Difference("dtype", "a", "b"), Difference("rank", "0", "1")])
     assert error.code == "mismatch"
     assert str(error) == "dtype: the keeper has a, the engine has b; rank: the keeper has 0, the engine has 1"
+
+
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [
+        ("rank", "CUDA_VISIBLE_DEVICES"),
+        ("device", "start the engine on a device that the keeper has"),
+        ("dtype", "`make load`"),
+        ("variable VLLM_MOE_PADDING", "belong on both sides"),
+    ],
+)
+def test_a_mismatch_ends_with_the_device_and_the_remedy(field, remedy):
+    """What the engine logs when it goes to disk."""
+    _, _, said = str(MismatchError([Difference(field, "0", "1")], "GPU-7f")).rpartition("; GPU-7f: ")
+    assert remedy in said
 
 
 def test_a_long_value_is_cut_in_the_message_only():

@@ -62,10 +62,15 @@ class Granted:
 
 
 class Session:
-    """An open connection to one device's engine socket."""
+    """An open connection to one device's engine socket.
 
-    def __init__(self, channel: Channel):
+    Args:
+        device: whose it is, for people; empty where nothing is asked for on it.
+    """
+
+    def __init__(self, channel: Channel, device: str = ""):
         self._channel = channel
+        self._device = device
 
     def __enter__(self) -> "Session":
         return self
@@ -91,7 +96,7 @@ class Session:
         answer = ask(self._channel, MapRequest(fingerprint, mode), Grant | Mismatch)
         granted_at = time.time()
         if isinstance(answer, Mismatch):
-            raise MismatchError(list(answer.differences))
+            raise MismatchError(list(answer.differences), self._device)
         descriptors: list[int] = []
         try:
             while len(descriptors) < len(answer.sizes):
@@ -160,7 +165,7 @@ def open_session(
     patience = _Patience(state_timeout_s, wait)
     while True:
         try:
-            return Session(connect(path, "engine", name, connect_timeout_s))
+            return Session(connect(path, "engine", name, connect_timeout_s), device)
         except (NoSocketError, RefusedError, LostError) as error:
             cause: WeightkeeperError = error
         try:
@@ -292,7 +297,7 @@ def _check_state(state: Status, device: str) -> None:
     """Refuse what no waiting will change."""
     if state.held is not None:
         if device not in state.held.devices:
-            raise MismatchError([Difference("device", ", ".join(state.held.devices), device)])
+            raise MismatchError([Difference("device", ", ".join(state.held.devices), device)], device)
     elif state.state == "failed":
         raise KeeperFailedError(f"the keeper's last load failed: {state.failure}")
     elif state.state != "loading":

@@ -220,13 +220,28 @@ class Difference:
 
 
 class MismatchError(CacheUnusableError):
-    """The keeper's weights were made under other conditions than the engine asks for."""
+    """The keeper's weights were made under other conditions than the engine asks for.
+
+    Args:
+        device: whose weights they are, as sockets name it; empty where the keeper itself says it.
+    """
 
     code = "mismatch"
 
-    def __init__(self, differences: list[Difference]):
+    def __init__(self, differences: list[Difference], device: str = ""):
         self.differences = differences
-        super().__init__("; ".join(str(difference) for difference in differences))
+        text = "; ".join(str(difference) for difference in differences)
+        super().__init__(f"{text}; {device}: {self._remedy()}" if device else text)
+
+    def _remedy(self) -> str:
+        fields = {difference.field for difference in self.differences}
+        if fields == {"rank"}:
+            return "name the GPUs in one order for sidecar and engine (CUDA_VISIBLE_DEVICES)"
+        if fields == {"device"}:
+            return (
+                "start the engine on a device that the keeper has, or `make load` with this one visible to the sidecar"
+            )
+        return "`make load` has the keeper load anew; options and variables that shape weights belong on both sides"
 
 
 class SlotsError(CacheUnusableError):
