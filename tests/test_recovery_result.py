@@ -184,6 +184,15 @@ def test_what_holders_cost_is_told():
         "15,575.0 MiB",
     ]
     assert rows_of(text, "vLLM's daemon")[-1][2:6] == ["–", "14,388.0 MiB", "+4.62 %", "–"]
+    assert "Memory of all holders is that of weightkeeper and vLLM's daemon as far as they ran" in text
+
+
+def test_a_holder_that_is_the_only_one_needs_no_word():
+    """What all holders hold is what it holds."""
+    alone = Scenario("reload", "t", "d", held=result.Held("weightkeeper", 9.0, 1, 35_000_000, (), 1 << 30, None))
+    found = join([run("1", sample("reload", 1, 3.0), scenarios=(alone,))])
+    assert "all holders" in "\n".join(table.lines(found))
+    assert rows.holders_note(found) == ""
 
 
 def test_phases_of_all_scenarios_are_in_the_order_of_a_start():

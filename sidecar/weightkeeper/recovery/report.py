@@ -27,6 +27,7 @@ def page(result: Result) -> str:
             name: getattr(plots, name)(result) for name in ("samples", "phases", "timeline", "memory", "throughput")
         },
         tables=rows.tables(result),
+        holders_note=rows.holders_note(result),
         faults=[one.sample for one in result.samples if one.sample.outcome != "right"],
         where=next((one.sample.memory.where for one in result.samples if one.sample.memory), ""),
     )

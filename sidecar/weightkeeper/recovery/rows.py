@@ -58,7 +58,7 @@ def agent_rows(result: Result) -> list[list[str]]:
 
 def memory_rows(result: Result) -> list[list[str]]:
     """Medians of memory, and throughput."""
-    rows = [["scenario", "keeper", "engine", "peak", "tokens/s first minute", "steady"]]
+    rows = [["scenario", "all holders", "engine", "peak", "tokens/s first minute", "steady"]]
     for each in result.scenarios:
         memories = [one.sample.memory for one in result.of(each.name) if one.sample.memory]
         load = each.throughput
@@ -70,6 +70,17 @@ def memory_rows(result: Result) -> list[list[str]]:
             f"{load.steady:.0f}" if load else NOTHING,
         ])  # fmt: skip
     return rows
+
+
+def holders_note(result: Result) -> str:
+    """What `all holders` counts, where weights were held more than once; else nothing."""
+    names = list(dict.fromkeys(each.held.name for each in result.scenarios if each.held))
+    if len(names) < 2:
+        return ""
+    return (
+        f"Memory of all holders is that of {' and '.join(names)} as far as they ran in that sample, side by side, "
+        "whether or not its engine used what they hold."
+    )
 
 
 def held_rows(result: Result) -> list[list[str]]:

@@ -19,6 +19,9 @@ def lines(result: Result) -> Iterator[str]:
     for each in rows.tables(result):
         yield ""
         yield from markdown(each)
+    if note := rows.holders_note(result):
+        yield ""
+        yield note
     yield from _faults(result)
     if result.skipped:
         yield ""
