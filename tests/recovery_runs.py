@@ -151,12 +151,9 @@ class Benchmark:
         """Processes that it has started and that live."""
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environment = Path(f"/proc/{name}/environ").read_bytes()
-            except OSError:
-                continue
-            if f"TMPDIR={self.temporary}".encode() in environment:
-                found.append(Path(f"/proc/{name}/cmdline").read_text().replace("\0", " "))
+            with suppress(OSError):
+                if f"TMPDIR={self.temporary}".encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.append(Path(f"/proc/{name}/cmdline").read_text().replace("\0", " "))
         return found
 
     def assert_nothing_is_left(self) -> None:

@@ -47,7 +47,7 @@ def children(pid: int) -> list[int]:
     """Of a process, by the kernel's account; none where it has ended."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
 
 

@@ -93,6 +93,10 @@ class Child:
             return True
         return False
 
+    def kill(self) -> None:
+        """Kill it and all that it has started; `ended` is set once it is gone."""
+        self._kill_group()
+
     def cause_of_end(self) -> str:
         """How it ended, in words."""
         code = self._process.returncode

@@ -268,5 +268,12 @@ def run_other(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def leave(code: int) -> None:
+    """End at once: taking vLLM and torch apart takes seconds, in which the device would go on holding their memory."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -28,8 +28,8 @@ from weightkeeper.sockets import engine_path
 
 FromLoader = Hello | Progress | Publish | Segments | Failed
 
-LINGER_SECONDS = 30.0
-"""For a loader to end by itself once everything is said."""
+END_SECONDS = 5.0
+"""For a loader to end by itself once everything is said, and again once it is killed."""
 
 LOG_SECONDS = 10.0
 """A load that goes on says so at least this often, when it tells anything at all."""
@@ -105,10 +105,18 @@ class Load:
         await self._child.settled(_SETTLE_SECONDS)  # what it still writes to stderr is part of the story
         raise LoadFailedError(cause or self._child.cause_of_end())
 
-    async def linger(self) -> None:
-        """Wait for the loader to end by itself, for a bounded time."""
-        if not await self._child.settled(LINGER_SECONDS):
-            logger.warning("the loader has published everything and does not end; it is killed")
+    async def ended(self) -> None:
+        """Wait until the loader is gone, and its own memory on the device with it; kill it where that takes long.
+
+        An engine that is waiting measures free memory next, and must not count on what is only about to be freed.
+        """
+        self._progress = Progress("ending the loader")
+        if await self._child.settled(END_SECONDS):
+            return
+        logger.warning("the loader has published everything and does not end; it is killed")
+        self._child.kill()
+        if not await self._child.settled(END_SECONDS):
+            logger.warning("the killed loader is still there; its weights are served all the same")
 
     def close(self) -> None:
         """Close the channel."""

@@ -83,7 +83,6 @@ class Loads:
             return False
         self._is_asked = True
         self._asked.set()
-        self._scope.cancel()  # of a loader that has published and is only taking its time to end
         return True
 
     def stop(self) -> bool:
@@ -146,6 +145,7 @@ class Loads:
             async with child:
                 try:
                     await load.published()
+                    await load.ended()
                     if self._adoption is not None and await self._adoption.options() != generation.options:
                         generation.options = None  # nobody knows which of the two this was made of
                     self._adopt(generation)
@@ -154,7 +154,6 @@ class Loads:
                 else:
                     is_adopted = True
                     self._load, self.failure, self.count = None, "", self.count + 1
-                    await load.linger()
                 finally:
                     load.close()
         except LoadFailedError as error:
