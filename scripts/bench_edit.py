@@ -14,26 +14,21 @@ no events; give `-- --poll` with it, or nothing for the periodic look.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import random
 import re
-import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import machine
-import running
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "docker"))
+from edited_projects import Line, Target, own_project, running_project
+from saves import Editor
 
 PROMISE_SECONDS = 1.5
 """From the last write to the action, where files send events."""
@@ -48,27 +43,6 @@ PAUSE_SECONDS = (0.3, 1.5)
 DECISION = re.compile(r"(?:load, then )?(reload|restart|recreate) (\S+): ")
 HEALTHY = re.compile(r"(\S+) (?:healthy|running) \d+\.\d s after ")
 
-Line = tuple[float, str]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A project under supervision.
-
-    Attributes:
-        engine_yaml: where it is edited.
-        compose_yaml: where it is edited; None where it is not ours to edit.
-        spoken: everything that its supervisor has logged since the benchmark began, each line with its time.
-        option: of vLLM, that goes back and forth.
-        values: its two values.
-    """
-
-    engine_yaml: Path
-    compose_yaml: Path | None
-    spoken: Callable[[], list[Line]]
-    option: str
-    values: tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -82,63 +56,6 @@ class Sample:
     action: str
     decided: float
     healthy: float
-
-
-class Editor:
-    """Saves files as editors and tools do."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        present = re.search(rf"^{re.escape(target.option)}\s*:\s*(\S+)", target.engine_yaml.read_text(), re.MULTILINE)
-        is_first = present is not None and present[1] == target.values[0]
-        self._values = itertools.cycle(reversed(target.values) if is_first else target.values)
-        self._levels = itertools.cycle(("two", "one"))
-        self._numbers = itertools.count(1)
-        self._original = target.engine_yaml.read_bytes()
-        self._compose = target.compose_yaml.read_text() if target.compose_yaml else ""
-        self._made: list[Path] = []
-        self.kinds: dict[str, Callable[[], None]] = {
-            "in place": self._in_place, "by rename": self._by_rename, "link swapped": self._link,
-        }  # fmt: skip
-        if target.compose_yaml:
-            self.kinds["compose.yaml"] = self._definition
-
-    def restore(self) -> None:
-        """The project's files as they were."""
-        self._replace(self._original)
-        for file in self._made:
-            file.unlink(missing_ok=True)
-
-    def _text(self) -> bytes:
-        """The config file with the other value."""
-        line = f"{self._target.option}: {next(self._values)}"
-        option = re.compile(rf"^{re.escape(self._target.option)}\s*:.*$", re.MULTILINE)
-        text, count = option.subn(line, self._original.decode())
-        return (text if count else f"{text.rstrip()}\n{line}\n").encode()
-
-    def _in_place(self) -> None:
-        self._target.engine_yaml.write_bytes(self._text())
-
-    def _by_rename(self) -> None:
-        self._replace(self._text())
-
-    def _replace(self, text: bytes) -> None:
-        new = self._target.engine_yaml.with_name(".bench-edit.new")
-        new.write_bytes(text)
-        shutil.copymode(self._target.engine_yaml, new)
-        new.replace(self._target.engine_yaml)
-
-    def _link(self) -> None:
-        file = self._target.engine_yaml.with_name(f".bench-edit.{next(self._numbers)}")
-        self._made.append(file)
-        file.write_bytes(self._text())
-        shutil.copymode(self._target.engine_yaml, file)
-        link = self._target.engine_yaml.with_name(".bench-edit.link")
-        link.symlink_to(file.name)
-        link.replace(self._target.engine_yaml)
-
-    def _definition(self) -> None:
-        self._target.compose_yaml.write_text(self._compose.replace("LEVEL:-one", f"LEVEL:-{next(self._levels)}"))
 
 
 def measure(target: Target, kind: str, save: Callable[[], None]) -> Sample:
@@ -192,72 +109,6 @@ def table(samples: list[Sample]) -> str:
         label = name if name == "all" else f"{name} ({action})"
         lines.append(f"| {label} | {len(chosen)} | " + " | ".join(f"{cell:.2f} s" for cell in cells) + " |")
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def own_project(is_silent: bool, options: list[str]) -> Iterator[Target]:
-    """A project with stand-ins under supervision; gone afterwards."""
-    from silent_mount import CannotMountError, mounted
-    from stand import IMAGE, Stand, build_image
-    from stand import run as run_command
-
-    directory = Path(tempfile.mkdtemp(prefix="bench-edit-"))
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        build_image()
-        stack.callback(run_command, "docker", "rmi", "--force", IMAGE)
-        one = Stand(directory / "server" / "project", seen=directory / "mount" if is_silent else None)
-        if is_silent:
-            try:
-                stack.enter_context(mounted(one.directory, one.seen))
-            except CannotMountError as error:
-                raise SystemExit(f"bench_edit: {error}") from error
-        stack.callback(one.down)
-        stack.callback(one.close)
-        one.up()
-        one.supervise(*options)
-        begins = one.log.stat().st_size
-        yield Target(
-            one.engine_yaml, one.compose_yaml, lambda: written(one.log, begins), "max-model-len", ("1024", "4096")
-        )
-
-
-def written(log: Path, begins: int) -> list[Line]:
-    """The lines of a supervisor's standard error, after so many bytes."""
-    lines = log.read_bytes()[begins:].decode().splitlines(keepends=True)
-    return [parsed(line) for line in lines if line.endswith("\n")]
-
-
-def parsed(line: str) -> Line:
-    """`2026-01-31 12:00:00,123 INFO module: message`."""
-    head, _, message = line.rstrip("\n").partition(": ")
-    return datetime.strptime(head[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), message
-
-
-def running_project(directory: Path, option: str) -> Target:
-    """A project that is up, with a supervisor in a container."""
-    running.COMPOSE_DIR = directory
-    name, _, values = option.partition("=")
-    first, _, second = values.partition(",")
-    engine_yaml = directory / "engine.yaml"
-    if not (first and second and engine_yaml.is_file()):
-        raise SystemExit(f"bench_edit: {engine_yaml} has to be there, and --option NAME=VALUE,OTHER")
-    since = datetime.now().astimezone().isoformat()
-
-    def spoken() -> list[Line]:
-        shown = running.compose("logs", "--no-log-prefix", "--no-color", "--timestamps", "--since", since, "supervisor")
-        if shown.returncode:
-            raise SystemExit(f"bench_edit: {shown.stderr.strip()}")
-        parts = [line.partition(" ") for line in shown.stdout.splitlines()]
-        return [(moment(stamp), text.partition(": ")[2]) for stamp, _, text in parts]
-
-    return Target(engine_yaml, None, spoken, name, (first, second))
-
-
-def moment(stamp: str) -> float:
-    """Docker's time, which has nine digits behind the point."""
-    whole, _, fraction = stamp.rstrip("Z").partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
 
 
 def arguments_of(command_line: list[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,8 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))
 
-from bench_edit import Sample, Target, measure, table, written  # noqa: E402
+from bench_edit import Sample, measure, table  # noqa: E402
+from edited_projects import Target, written  # noqa: E402
 
 pytestmark = pytest.mark.docker
 
