@@ -28,7 +28,7 @@ host: 0.0.0.0
 port: 8000
 load-format: weightkeeper
 model-loader-extra-config: {socket_dir: /run/weightkeeper}
-standin: {token: 0.03, start: 0.1}
+standin: {token: 0.03, start: 1.0}
 """
 COMPOSE = """\
 name: {name}
