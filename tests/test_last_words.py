@@ -2,7 +2,9 @@
 
 import pytest
 
-from weightkeeper.supervisor.last_words import MAX_CHARACTERS, error_in, fallback_in, of_server
+from weightkeeper.supervisor import last_words
+from weightkeeper.supervisor.follow import Outcome
+from weightkeeper.supervisor.last_words import MAX_CHARACTERS, added, error_in, fallback_in, of_server
 
 TOO_MUCH = (
     "ValueError: Available memory on node 0 (19.57/23.54 GiB) is less than requested memory for kv (100000.0 GiB)."
@@ -77,8 +79,8 @@ LAUNCHER = "2026-11-30 04:52:57,001 INFO weightkeeper.launcher.generation: gener
 def test_what_a_server_said_begins_with_its_own_start():
     """The end of the one before, and what users quote, are not its words; 0 is the newest server."""
     lines = [
-        "ValueError: of the old one", f"{LAUNCHER} 6: pid 7 started (reload: x)", "ValueError: of the sixth",
-        f"{LAUNCHER} 7: pid 8 started (crash: exit code 1)", f"words {LAUNCHER} 6: pid 7 started", "last",
+        "ValueError: of the old one", f"{LAUNCHER} 6: starts (reload: x)", "ValueError: of the sixth",
+        f"{LAUNCHER} 7: starts (crash: exit code 1)", f"words {LAUNCHER} 6: starts (x)", "last",
     ]  # fmt: skip
     assert of_server(lines, 6) == lines[1:]
     assert of_server(lines, 7) == of_server(lines) == lines[3:]
@@ -92,3 +94,71 @@ def test_a_server_that_could_not_be_started_has_said_nothing():
         f"{LAUNCHER} 6: the server cannot be started: no room".replace("INFO", "ERROR"),
     ]
     assert error_in(of_server(lines, 6)) == ""
+
+
+class Late:
+    """A container whose log gets one more line with every look, and its last one stays."""
+
+    def __init__(self, *lines: str):
+        self.lines = lines
+        self.looks = 0
+
+    def logs(self, since: float, tail: int) -> bytes:
+        self.looks += 1
+        return "\n".join(self.lines[: self.looks]).encode()
+
+
+STARTS = f"{LAUNCHER} 2: starts (reload: x)"
+ENDED = f"{LAUNCHER} 2: ended with exit code 1, nothing of it left after 0.01 s"
+
+
+@pytest.mark.parametrize(
+    ("generation", "lines"),
+    [
+        (
+            2,
+            (
+                "ValueError: of the old one",
+                f"{LAUNCHER} 1: ended",
+                STARTS,
+                "KeyError: 'before'",
+                "MemoryError: x",
+                ENDED,
+            ),
+        ),
+        (2, (STARTS, ENDED, "MemoryError: x")),
+        (0, ("INFO starting", "INFO working", "MemoryError: x")),
+    ],
+    ids=["in order", "the error last", "without our launcher"],
+)
+def test_an_error_that_docker_writes_late_is_waited_for(generation, lines):
+    """What the launcher tells of an end is known before it is all in the container's log."""
+    container = Late(*lines)
+    assert added(Outcome("exited", 1.0, "with exit code 1"), container, 0.0, generation).detail == (
+        "with exit code 1 (MemoryError: x)"
+    )
+    assert container.looks >= len(lines)
+
+
+def test_a_fallback_that_docker_writes_late_is_waited_for():
+    """Up to the launcher's line about the server that is ready, and no longer."""
+    ready = f"{LAUNCHER} 2: ready after 1.0 s: fork 0.1 s"
+    container = Late(STARTS, "INFO", "weightkeeper: fallback to disk, code=timeout: x", ready)
+    assert added(Outcome("healthy", 1.0), container, 0.0, 2).detail == "weights from disk, code=timeout: x"
+    assert container.looks == 4
+
+
+@pytest.mark.parametrize(("generation", "seconds"), [(2, "REST_SECONDS"), (0, "LOG_SECONDS")])
+def test_an_end_without_words_is_waited_for_only_so_long(generation, seconds, monkeypatch):
+    """It may have been killed."""
+    monkeypatch.setattr(last_words, seconds, 0.1)
+    container = Late(STARTS, ENDED)
+    assert added(Outcome("exited", 1.0, "by SIGKILL"), container, 0.0, generation).detail == "by SIGKILL"
+    assert 2 <= container.looks < 20
+
+
+def test_a_health_that_our_launcher_does_not_tell_is_looked_at_once():
+    """A container without it, or whose start was seen by Docker's health alone."""
+    container = Late("INFO", "weightkeeper: fallback to disk, code=timeout: x")
+    assert added(Outcome("healthy", 1.0), container, 0.0).detail == ""
+    assert container.looks == 1

@@ -399,7 +399,7 @@ def test_the_error_of_the_server_that_was_replaced_is_not_told_as_that_of_the_ne
     [container] = stand.containers["engine"]
 
     def reload() -> Done:
-        lines = "ValueError: of the old one", f"{LAUNCHER} 2: pid 9 started (reload: x)", *said
+        lines = "ValueError: of the old one", f"{LAUNCHER} 2: starts (reload: x)", *said
         container.log = [(time.time(), line) for line in lines]
         dead = Ended(2, 9, 2.0, "crash: exit code 1", False)
         stand.answers["engine-status"] = lambda: stand.status("broken", last_exit=dead)
@@ -426,6 +426,6 @@ def test_a_fallback_of_a_server_that_was_replaced_is_not_told_of_the_one_that_se
     """A launcher's servers share one log."""
     [container] = stand.containers["engine"]
     fallback = "weightkeeper: fallback to disk, code=timeout: it loads"
-    container.log = [(stand.started + 9, line) for line in (fallback, f"{LAUNCHER} 2: pid 9 started (reload: x)")]
+    container.log = [(stand.started + 9, line) for line in (fallback, f"{LAUNCHER} 2: starts (reload: x)")]
     assert stand.actor.start(Action("engine", "x")) == "good"
     assert stand.history.read()[-1].detail == ""

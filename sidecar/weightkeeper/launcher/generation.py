@@ -94,6 +94,7 @@ class Generations:
         self._state.enter("starting", cause)
         self._memory.note(plan.configuration.environment)
         directory = self._directory.generation(number)
+        logger.info("generation %d: starts (%s)", number, cause)  # before all that its server says
         try:
             mine = stamp.of_server(self._number, number)
             started = await self._started(plan, directory, mine)
@@ -109,7 +110,7 @@ class Generations:
                     return await self._unwatched(process, error)
                 undo.callback(server.close)
                 self._state.pid, self._state.tree = server.pid, server.tree
-                logger.info("generation %d: pid %d started (%s)", number, server.pid, cause)
+                logger.info("generation %d: pid %d", number, server.pid)
                 return await self._follow(server, receiver, cause, good)
         finally:
             self._state.pid, self._state.tree = 0, None

@@ -1,7 +1,8 @@
 """What a server said of its start or its end, in its container's log, for whoever reads only our line."""
 
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from docker.models.containers import Container
@@ -30,10 +31,21 @@ _BARE = re.compile(r"^(?:(?:\w+\.)*(?:\w+(?:Error|Exception)|KeyboardInterrupt)|
 _ELSEWHERE = re.compile(r"(?:see|check) (?:the )?(?:root cause|error|stack trace)", re.IGNORECASE)
 """Of errors that say only that another process has one."""
 
-_SERVER = re.compile(
-    r"^\S+ \S+ [A-Z]+ weightkeeper\.launcher\.\w+: generation (\d+): (?:pid \d+ started|the server cannot be)"
-)
+_LAUNCHER = r"^\S+ \S+ [A-Z]+ weightkeeper\.launcher\.\w+: generation (\d+): "
+
+_SERVER = re.compile(_LAUNCHER + "(?:starts|the server cannot be)")
 """Our launcher's line about a server that starts, or cannot be started or watched."""
+
+_ENDED = re.compile(_LAUNCHER + "(?:ended|the server cannot be)")
+_READY = re.compile(_LAUNCHER + "ready")
+
+LOG_SECONDS = 1.0
+"""For what was said to be in a container's log: Docker writes it there some time after."""
+
+REST_SECONDS = 0.2
+"""The same behind our launcher's line: stdout and stderr come to Docker on two ways."""
+
+LOOK_SECONDS = 0.05
 
 
 def added(outcome: Outcome, container: Container, since: float, generation: int = 0) -> Outcome:
@@ -44,14 +56,36 @@ def added(outcome: Outcome, container: Container, since: float, generation: int 
         generation: of our launcher's server whose outcome it is; 0 where it is the container's.
     """
     detail = outcome.detail
+    lines = _all_of(outcome.result, container, since, generation)
     if outcome.result in ("exited", "unhealthy"):
-        lines = lines_of(container, since)
         words = error_in(of_server(lines, generation) if generation else lines)
         detail = f"{detail} ({words})" if detail and words else detail or words
     elif outcome.result in ("healthy", "running"):
-        why = fallback_in(of_server(lines_of(container, since), generation))
+        why = fallback_in(of_server(lines, generation))
         detail = f"weights from disk, {why}" if why else detail
     return replace(outcome, detail=detail)
+
+
+def _all_of(result: str, container: Container, since: float, generation: int) -> list[str]:
+    """The container's lines with all that belongs to this result, or what is there when that takes long."""
+
+    def until(is_there: Callable[[list[str]], object], seconds: float) -> list[str]:
+        deadline = time.monotonic() + seconds
+        while not is_there(lines := lines_of(container, since)) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        return lines
+
+    def says(line: re.Pattern[str]) -> Callable[[list[str]], bool]:
+        return lambda lines: any((found := line.match(one)) and int(found[1]) == generation for one in lines)
+
+    if result == "exited":
+        if generation:
+            until(says(_ENDED), LOG_SECONDS)
+        return until(lambda lines: error_in(of_server(lines, generation) if generation else lines),
+                     REST_SECONDS if generation else LOG_SECONDS)  # fmt: skip
+    if result == "healthy" and generation:
+        return until(says(_READY), LOG_SECONDS)
+    return lines_of(container, since) if result in ("unhealthy", "healthy", "running") else []
 
 
 def of_server(lines: Sequence[str], generation: int = 0) -> Sequence[str]:
