@@ -53,7 +53,8 @@ def check(arguments: list[str]) -> None:
 
 def serve(arguments: list[str], listener: socket.socket) -> None:
     found = options(arguments)
-    print(found.get("words", "starting"), file=sys.stderr, flush=True)
+    # in one piece, as a log does it: the launcher writes there, too
+    os.write(2, f"{found.get('words', 'starting')}\n".encode())
     time.sleep(float(found.get("start-delay", "0")))
     if found.get("crash") == "true":
         raise SystemExit(3)
