@@ -63,6 +63,7 @@ PLAN = {
     "aliases": None,
     "checkpoint": "",  # directory whose files the receipts and the fingerprint are of
     "child": "",  # file for the pid of a child process that is left behind
+    "child_session": False,  # whether that one is in a session of its own
 }
 
 
@@ -90,7 +91,7 @@ class Loader:
 
     def run(self) -> None:
         if self.plan["child"]:
-            child = subprocess.Popen(["sleep", "600"], close_fds=False)
+            child = subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=self.plan["child_session"])
             Path(self.plan["child"]).write_text(str(child.pid))
         self.stage("start")
         self.channel.send(Hello(VERSION, "loader", "test"))

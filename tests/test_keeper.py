@@ -627,6 +627,59 @@ def test_weights_are_served_once_their_loader_is_gone(tmp_path):
         one.wait_for_text("does not end; it is killed")
 
 
+UNENDING = """\
+from weightkeeper import child, cli, loading
+
+child.Child._kill_group = lambda self: None  # as with a process in a driver's call
+child.KILLED_SECONDS = loading.END_SECONDS = 0.3
+cli.main()
+"""
+
+
+def test_a_loader_that_no_kill_ends_does_not_silence_the_keeper(tmp_path):
+    """Its weights are served all the same, and the keeper answers and ends."""
+    program = tmp_path / "unending.py"
+    program.write_text(UNENDING)
+    with keeper(tmp_path, program=(str(program),), linger=True, stop_at="published", fill=1) as one:
+        wait_for(one.stopped.exists, "the loader at its stage")
+        loader = int(one.stopped.read_text())
+        try:
+            one.wait_for_text("the killed loader is still there")
+            one.wait_for_state("ready")
+            assert served_byte(one.socket_dir) == 1
+            assert is_alive(loader)
+            assert one.stop() == 0
+        finally:
+            os.kill(loader, signal.SIGKILL)
+
+
+def test_what_holds_on_to_a_loaders_words_is_not_waited_for(tmp_path):
+    """The loader has ended; what it left in a session of its own has its stderr and never ends."""
+    file = tmp_path / "child"
+    with keeper(tmp_path, child=str(file), child_session=True, fill=1) as one:
+        one.wait_for_state("ready")
+        try:
+            assert is_alive(int(file.read_text()))
+            assert "does not end" not in one.text()
+        finally:
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fill", [1, 2], ids=["the same", "changed"])
+def test_a_load_that_is_asked_for_while_one_runs_follows_it_where_the_file_has_changed(tmp_path, fill):
+    """What is held in the end is what the file named when it was asked for."""
+    with keeper(tmp_path, stop_at="progress", fill=1) as one:
+        wait_for(one.stopped.exists, "the loader at its stage")
+        loader = int(one.stopped.read_text())
+        if fill != 1:
+            one.plan(fill=fill)
+        assert client.load(one.socket_dir) == "already loading"
+        os.kill(loader, signal.SIGUSR1)
+        state = wait_for(lambda: (now := one.status()).held and not now.loading and now, "no load runs any more")
+        assert state.loads == fill
+        assert served_byte(one.socket_dir) == fill
+
+
 def test_a_release_while_the_loader_ends_leaves_nothing(tmp_path):
     """What was published and is not served yet goes with it."""
     with keeper(tmp_path, linger=True, stop_at="published", fill=1) as one:

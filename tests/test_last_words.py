@@ -49,10 +49,16 @@ LIMIT = "(APIServer pid=7) WARNING 11-30 04:52:34 [system_utils.py:255] This can
          "MemoryError"),
         (["RuntimeError: It failed. See root cause above.", "zlib.error"], "zlib.error"),
         (["error", "Error", "  MemoryError", "no MemoryError"], ""),
+        (["Fatal Python error: Segmentation fault", "Current thread 0x1:"], "Fatal Python error: Segmentation fault"),
+        (["(EngineCore pid=7) WARNING 11-30 04:52:57 [cache.py:9] OSError: cannot read the cache, going on"], ""),
+        (["ValueError: too long", "Exception ignored in: <function X.__del__>", "Traceback", "AttributeError: 'None'"],
+         "ValueError: too long"),
+        (["Exception ignored in: <function X>", "KeyError: 'x'", "ValueError: too long"], "ValueError: too long"),
     ],
     ids=["worker", "memory", "the last one", "no traceback", "only a hint", "nothing", "ours", "empty", "bare",
          "bare torch", "bare interrupt", "words before none",
-         "the first of those without", "bare before a hint", "no bare one"],
+         "the first of those without", "bare before a hint", "no bare one",
+         "a crash of Python", "only a warning", "taken apart", "taken apart before"],
 )  # fmt: skip
 def test_the_error_is_the_last_one_that_says_what_went_wrong(lines, found):
     assert error_in(lines) == found

@@ -391,6 +391,23 @@ def test_a_launcher_that_knows_no_check_is_not_asked_for_one_and_the_remedy_is_n
     assert message.endswith("is older than this one; make it anew with `make images` and recreate the container)")
 
 
+def test_an_edit_whose_rollback_does_not_come_up_either_is_told_as_tried_in_vain(stand):
+    """The launcher goes on with the last good configuration by itself, so the edit is not what serves then."""
+
+    def reload() -> Done:
+        stand.generation += 1
+        dead = Ended(stand.generation, 9, 2.0, "crash: exit code 1", False)
+        stand.answers["engine-status"] = lambda: stand.status("broken", last_exit=dead)
+        return DONE
+
+    stand.answers["engine-reload"] = reload
+    assert stand.apply(edited("half")) == "kept"
+    assert stand.done() == [("load", "done"), ("reload", "exited"), ("rollback", "exited")]
+    left = plan(stand.applier.now, edited("half"))
+    assert [action.service for action in left] == ["engine"]
+    assert stand.applier.untried(left, edited("half")) == []
+
+
 @pytest.mark.parametrize(
     ("said", "shown"), [((), "with exit code 1"), (("MemoryError",), "with exit code 1 (MemoryError)")]
 )

@@ -18,12 +18,23 @@ from weightkeeper.quantities import printable
 STDERR_BYTES = 4096
 """Kept of the end of its stderr, in which the last line tells why it ended."""
 
+KILLED_SECONDS = 5.0
+"""For a killed one to be gone before it is left behind."""
+
+REST_SECONDS = 0.2
+"""For the last words of one that has ended; something that it left may hold its stderr open for ever."""
+
+LOOK_SECONDS = 0.01
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
 class Child:
-    """A started process and our end of its channel. Used with `async with`; at its end the process is gone.
+    """A started process and our end of its channel.
+
+    Used with `async with`; at its end the process is gone, or killed and left behind where the kernel cannot end it, in
+    a call of a driver, say.
 
     Args:
         command: its argument list; `--channel` and the number of its end of the channel are added.
@@ -81,7 +92,8 @@ class Child:
         try:
             return await self._tasks.__aexit__(*exception)
         finally:
-            self._process.wait()
+            with anyio.move_on_after(KILLED_SECONDS, shield=True):
+                await self._reaped()
             self._process.stderr.close()
             os.close(self._pidfd)
 
@@ -90,6 +102,15 @@ class Child:
         with anyio.move_on_after(seconds):
             await self.ended.wait()
             await self.drained.wait()
+            return True
+        return False
+
+    async def gone(self, seconds: float) -> bool:
+        """Wait until it has ended, whoever else may hold its stderr; False where that takes longer."""
+        with anyio.move_on_after(seconds):
+            await self.ended.wait()
+            with anyio.move_on_after(REST_SECONDS):
+                await self.drained.wait()
             return True
         return False
 
@@ -113,8 +134,13 @@ class Child:
         """When it has ended, end what it left: the channel is closed only when the last of them is gone."""
         await anyio.wait_readable(self._pidfd)
         self._kill_group()
-        self._process.wait()
+        await self._reaped()
         self.ended.set()
+
+    async def _reaped(self) -> None:
+        """Wait for it without waiting in the kernel: a tracer can hold on to a process that has ended."""
+        while self._process.poll() is None:
+            await anyio.sleep(LOOK_SECONDS)
 
     def _kill_group(self) -> None:
         # Until the process has been waited for, no other group can have its number.

@@ -111,11 +111,11 @@ class Load:
         An engine that is waiting measures free memory next, and must not count on what is only about to be freed.
         """
         self._progress = Progress("ending the loader")
-        if await self._child.settled(END_SECONDS):
+        if await self._child.gone(END_SECONDS):
             return
         logger.warning("the loader has published everything and does not end; it is killed")
         self._child.kill()
-        if not await self._child.settled(END_SECONDS):
+        if not await self._child.gone(END_SECONDS):
             logger.warning("the killed loader is still there; its weights are served all the same")
 
     def close(self) -> None:

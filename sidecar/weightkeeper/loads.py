@@ -57,6 +57,7 @@ class Loads:
         self._load: Load | None = None
         self._key: retry_key.Key | None = None
         self._is_asked = True
+        self._is_asked_again = False
         self._asked = anyio.Event()
         self._scope = anyio.CancelScope()
 
@@ -74,12 +75,16 @@ class Loads:
         return Loading("starting", 0, 0, 0.0) if self._is_asked else None
 
     def ask(self) -> bool:
-        """Have the next load begin; False where one runs already. Engines are not waited for any longer."""
+        """Have the next load begin. Engines are not waited for any longer.
+
+        False where a load runs already; where what it was begun for has changed since, another one follows it.
+        """
         if self._adoption is not None and self._adoption.is_waiting:
             self._adoption.end_waiting()
             self._scope.cancel()
             return True
         if self.is_running:
+            self._is_asked_again = True
             return False
         self._is_asked = True
         self._asked.set()
@@ -88,7 +93,7 @@ class Loads:
     def stop(self) -> bool:
         """End a load that runs and forget a failure; False where none ran."""
         was_running = self.is_running
-        self._is_asked = False
+        self._is_asked = self._is_asked_again = False
         self._scope.cancel()
         self.failure = ""
         return was_running
@@ -135,6 +140,7 @@ class Loads:
         generation = Generation(next(self._numbers))
         is_adopted = False
         try:
+            self._is_asked_again = False
             self._key = await self._key_now()
             logger.info("load started: %s", self._config)
             if self._adoption is not None:
@@ -148,12 +154,14 @@ class Loads:
                     await load.ended()
                     if self._adoption is not None and await self._adoption.options() != generation.options:
                         generation.options = None  # nobody knows which of the two this was made of
+                    is_changed = await self._is_changed()
                     self._adopt(generation)
                 except (LoadFailedError, SocketPathError) as error:
                     self._fail(error)
                 else:
                     is_adopted = True
                     self._load, self.failure, self.count = None, "", self.count + 1
+                    self._is_asked = is_changed
                 finally:
                     load.close()
         except LoadFailedError as error:
@@ -162,6 +170,14 @@ class Loads:
             self._load = None
             if not is_adopted:
                 generation.close()
+
+    async def _is_changed(self) -> bool:
+        """Whether somebody asked for a load of what has changed since this one began."""
+        is_changed = False
+        while self._is_asked_again and not is_changed:
+            self._is_asked_again = False
+            is_changed = await self._key_now() != self._key
+        return is_changed
 
     def _fail(self, error: Exception) -> None:
         self._load, self._is_asked = None, False

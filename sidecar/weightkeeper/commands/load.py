@@ -23,6 +23,8 @@ def command(socket_dir: str, timeout_s: float, wait: bool) -> None:
     if not wait:
         click.echo(answer)
         return
+    if answer != "loading":
+        click.echo(f"{answer}; what was changed since that load began is loaded after it", err=True)
     state = _wait(socket_dir, timeout_s)
     if state.loads == before.loads or state.held is None:
         raise LoadFailedError(state.failure or "the load was stopped: the weights were released meanwhile")

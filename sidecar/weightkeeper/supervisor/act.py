@@ -62,7 +62,9 @@ class Actor:
         if ended != "bad" or not is_rolled_back:
             return ended
         back = Action(action.service, "the new configuration did not come up")
-        return self._roll_back(back, "configuration", self._reloading.reload(back, program, "--last-good"))
+        ended = self._roll_back(back, "configuration", self._reloading.reload(back, program, "--last-good"))
+        # It is the last good one that the launcher goes on with, also where that one did not come up at once.
+        return "kept" if ended == "bad" and self._engines.existing(action.service) else ended
 
     def check(self, action: Action, program: Program) -> Ended:
         """`kept` where a launcher refuses the config file, which is told; else nothing is. Raises as `reload`."""

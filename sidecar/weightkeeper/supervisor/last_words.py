@@ -19,11 +19,17 @@ MAX_CHARACTERS = 300
 
 FALLBACK = "weightkeeper: fallback to disk, "
 
-_PREFIX = re.compile(r"^(?:\([^()]*\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
+_PREFIX = re.compile(r"^(?:\([^()]*\) ?)?(?:([A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
 """Of vLLM's log lines: `(EngineCore pid=7) ERROR 11-30 04:12:12 [core.py:900] `."""
 
-_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error): .*\S")
-"""The last line of a traceback; some classes are spelt small, like `struct.error`."""
+_ERROR = re.compile(r"^(?:(?:\w+\.)*\w*(?:Error|Exception|error)|Fatal Python error): .*\S")
+"""The last line of a traceback; some classes are spelt small, like `struct.error`. Or what Python says of a crash."""
+
+_NO_END = frozenset({"DEBUG", "INFO", "WARNING"})
+"""Levels at which vLLM logs what it goes on after."""
+
+_IGNORED = re.compile(r"^Exception ignored (?:in|while)")
+"""Before the traceback of an error in what Python takes apart at its end."""
 
 _BARE = re.compile(r"^(?:(?:\w+\.)*(?:\w+(?:Error|Exception)|KeyboardInterrupt)|(?:\w+\.)+error)\s*$")
 """The same of an error that has no words."""
@@ -103,11 +109,17 @@ def error_in(lines: Iterable[str]) -> str:
     It is the last one with words of its own; else the first one without words, as what it cancels comes after it; else
     one that points to another.
     """
-    found, most = "", 0
+    found, most, is_ignored = "", 0, False
     for line in lines:
-        text = _PREFIX.sub("", line, count=1)
+        prefix = _PREFIX.match(line)
+        text = line[prefix.end() :]
+        if prefix[1] in _NO_END:
+            continue
+        is_ignored = is_ignored or _IGNORED.match(text) is not None
         says = 2 if _BARE.match(text) else 0 if not _ERROR.match(text) else 1 if _ELSEWHERE.search(text) else 3
-        if says > most or says == most == 3:
+        if is_ignored and says:
+            is_ignored = False
+        elif says > most or says == most == 3:
             found, most = text.strip(), says
     return printable(found, MAX_CHARACTERS)
 
