@@ -134,6 +134,9 @@ def test_a_load_that_fails_fails_the_command(tmp_path):
         )  # fmt: skip
 
 
+JOINED = "already loading; what was changed since that load began is loaded after it\n"
+
+
 def test_waiting_for_a_load_ends_with_ctrl_c_and_with_release(tmp_path):
     """Ctrl-C leaves the load alone and exits 130; a release meanwhile is a failure of the command."""
     with keeper(tmp_path, stop_at="progress") as one:
@@ -144,6 +147,7 @@ def test_waiting_for_a_load_ends_with_ctrl_c_and_with_release(tmp_path):
             ("release", 1, "weightkeeper: the load was stopped: the weights were released meanwhile"),
         ):
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as waiting:
+                assert waiting.stderr.readline() == JOINED
                 assert waiting.stderr.readline() == "reading, 50 % (524.3 kB of 1.0 MB)\n"
                 if how == "interrupt":
                     waiting.send_signal(signal.SIGINT)
