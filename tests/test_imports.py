@@ -13,7 +13,7 @@ PACKAGE = Path(weightkeeper.__file__).parent
 
 LAYERS = [
     {"errors", "layout", "phases", "quantities", "doctor_report", "threads", "harmless", "nvml"},
-    {"engine_config", "options", "verified", "memory", "files", "vllm_messages"},
+    {"engine_config", "options", "verified", "memory", "files", "vllm_messages", "patience"},
     {"protocol", "safetensors_header", "weight_set"},
     {"checkpoint", "frames", "sockets", "fingerprint", "doctor_trial", "doctor_probe", "doctor_causes"},
     {"changes", "hashing", "room", "doctor_facts", "doctor_process"},

@@ -630,7 +630,7 @@ def test_weights_are_served_once_their_loader_is_gone(tmp_path):
 UNENDING = """\
 from weightkeeper import child, cli, loading
 
-child.Child._kill_group = lambda self: None  # as with a process in a driver's call
+child.Child.kill = lambda self: None  # as with a process in a driver's call
 child.KILLED_SECONDS = loading.END_SECONDS = 0.3
 cli.main()
 """

@@ -75,7 +75,7 @@ class Child:
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as error:
             self.channel.close()
-            self._kill_group()
+            self.kill()
             self._process.communicate()
             raise LoadFailedError(f"the loader cannot be followed: {error}") from error
 
@@ -87,7 +87,7 @@ class Child:
         return self
 
     async def __aexit__(self, *exception: object) -> bool | None:
-        self._kill_group()
+        self.kill()
         self._tasks.cancel_scope.cancel()
         try:
             return await self._tasks.__aexit__(*exception)
@@ -116,7 +116,10 @@ class Child:
 
     def kill(self) -> None:
         """Kill it and all that it has started; `ended` is set once it is gone."""
-        self._kill_group()
+        # Until the process has been waited for, no other group can have its number.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def cause_of_end(self) -> str:
         """How it ended, in words."""
@@ -133,7 +136,7 @@ class Child:
     async def _follow(self) -> None:
         """When it has ended, end what it left: the channel is closed only when the last of them is gone."""
         await anyio.wait_readable(self._pidfd)
-        self._kill_group()
+        self.kill()
         await self._reaped()
         self.ended.set()
 
@@ -141,12 +144,6 @@ class Child:
         """Wait for it without waiting in the kernel: a tracer can hold on to a process that has ended."""
         while self._process.poll() is None:
             await anyio.sleep(LOOK_SECONDS)
-
-    def _kill_group(self) -> None:
-        # Until the process has been waited for, no other group can have its number.
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _pass_on_stderr(self) -> None:
         """Write its stderr to ours, and keep the end."""

@@ -3,7 +3,6 @@
 A `Session` that was granted weights is a lease: it lasts as long as the session is open.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from weightkeeper.errors import (
     WeightkeeperError,
 )
 from weightkeeper.frames import Channel, close_all
+from weightkeeper.patience import Patience
 from weightkeeper.protocol import (
     Done,
     Grant,
@@ -41,12 +41,6 @@ from weightkeeper.protocol import (
 )
 from weightkeeper.quantities import bytes_text
 from weightkeeper.sockets import control_path, engine_path, fitting, publish_path
-
-POLL_SECONDS = 0.2
-"""Between two looks at a keeper that is still loading."""
-
-SAY_SECONDS = 5.0
-"""Between two lines about waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +146,7 @@ def open_session(
         name: of this engine, for people.
         connect_timeout_s: to connect and be greeted, each time.
         state_timeout_s: for the keeper to become ready.
-        wait: called with a line about the waiting, at once and then every SAY_SECONDS.
+        wait: called with a line about the waiting, at once and then every patience.SAY_SECONDS.
         wait_for_keeper: also wait for a keeper that is not there (yet) or has just died.
         socket_path: the engine socket itself; its directory then counts in place of `socket_dir`.
 
@@ -162,7 +156,7 @@ def open_session(
     """
     path = fitting(socket_path) if socket_path else engine_path(socket_dir, device)
     control = control_path(os.path.dirname(path))
-    patience = _Patience(state_timeout_s, wait)
+    patience = Patience(state_timeout_s, wait)
     while True:
         try:
             return Session(connect(path, "engine", name, connect_timeout_s), device)
@@ -265,32 +259,6 @@ def release(socket_dir: str | os.PathLike[str], force: bool = False, timeout_s: 
 def report(socket_dir: str | os.PathLike[str], message: Report, timeout_s: float = 5.0) -> None:
     """Tell the keeper what became of an engine's start."""
     request(control_path(socket_dir), message, Done, timeout_s)
-
-
-class _Patience:
-    """Time to wait that is used up bit by bit, with a line now and then."""
-
-    def __init__(self, seconds: float, say: Callable[[str], None] | None):
-        self._deadline = time.monotonic() + seconds
-        self._is_short = False
-        self._say = say or (lambda _: None)
-        self._said_at = -math.inf
-
-    def shorten(self, seconds: float) -> None:
-        """From the first call on, at most so long."""
-        if not self._is_short:
-            self._is_short = True
-            self._deadline = min(self._deadline, time.monotonic() + seconds)
-
-    def use(self, text: str, error: WeightkeeperError) -> None:
-        """Sleep a moment, or raise `error` when the time is over."""
-        now = time.monotonic()
-        if now >= self._deadline:
-            raise error
-        if now - self._said_at >= SAY_SECONDS:
-            self._said_at = now
-            self._say(f"{text} ({self._deadline - now:.0f} s left)")
-        time.sleep(min(POLL_SECONDS, self._deadline - now))
 
 
 def _check_state(state: Status, device: str) -> None:

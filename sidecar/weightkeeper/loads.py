@@ -93,7 +93,7 @@ class Loads:
     def stop(self) -> bool:
         """End a load that runs and forget a failure; False where none ran."""
         was_running = self.is_running
-        self._is_asked = self._is_asked_again = False
+        self._is_asked = False
         self._scope.cancel()
         self.failure = ""
         return was_running

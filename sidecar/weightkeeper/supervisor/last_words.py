@@ -62,36 +62,49 @@ def added(outcome: Outcome, container: Container, since: float, generation: int 
         generation: of our launcher's server whose outcome it is; 0 where it is the container's.
     """
     detail = outcome.detail
-    lines = _all_of(outcome.result, container, since, generation)
     if outcome.result in ("exited", "unhealthy"):
-        words = error_in(of_server(lines, generation) if generation else lines)
+        words = _error(outcome.result, container, since, generation)
         detail = f"{detail} ({words})" if detail and words else detail or words
     elif outcome.result in ("healthy", "running"):
-        why = fallback_in(of_server(lines, generation))
+        why = _fallback(outcome.result, container, since, generation)
         detail = f"weights from disk, {why}" if why else detail
     return replace(outcome, detail=detail)
 
 
-def _all_of(result: str, container: Container, since: float, generation: int) -> list[str]:
-    """The container's lines with all that belongs to this result, or what is there when that takes long."""
+def _error(result: str, container: Container, since: float, generation: int) -> str:
+    """That of a server that ended, once its lines are all there, or what there is of them when that takes long."""
 
-    def until(is_there: Callable[[list[str]], object], seconds: float) -> list[str]:
-        deadline = time.monotonic() + seconds
-        while not is_there(lines := lines_of(container, since)) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
-        return lines
+    def error(lines: list[str]) -> str:
+        return error_in(of_server(lines, generation) if generation else lines)
 
-    def says(line: re.Pattern[str]) -> Callable[[list[str]], bool]:
-        return lambda lines: any((found := line.match(one)) and int(found[1]) == generation for one in lines)
+    if result != "exited":
+        return error(lines_of(container, since))
+    if generation:
+        _lines_with(_tells(_ENDED, generation), container, since, LOG_SECONDS)
+    return error(_lines_with(error, container, since, REST_SECONDS if generation else LOG_SECONDS))
 
-    if result == "exited":
-        if generation:
-            until(says(_ENDED), LOG_SECONDS)
-        return until(lambda lines: error_in(of_server(lines, generation) if generation else lines),
-                     REST_SECONDS if generation else LOG_SECONDS)  # fmt: skip
+
+def _fallback(result: str, container: Container, since: float, generation: int) -> str:
+    """That of a server that is healthy; where our launcher says so, up to its line about that."""
     if result == "healthy" and generation:
-        return until(says(_READY), LOG_SECONDS)
-    return lines_of(container, since) if result in ("unhealthy", "healthy", "running") else []
+        lines = _lines_with(_tells(_READY, generation), container, since, LOG_SECONDS)
+    else:
+        lines = lines_of(container, since)
+    return fallback_in(of_server(lines, generation))
+
+
+def _lines_with(
+    is_there: Callable[[list[str]], object], container: Container, since: float, seconds: float
+) -> list[str]:
+    """The container's lines once this is true of them, or those of then when time is over."""
+    deadline = time.monotonic() + seconds
+    while not is_there(lines := lines_of(container, since)) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    return lines
+
+
+def _tells(line: re.Pattern[str], generation: int) -> Callable[[list[str]], bool]:
+    return lambda lines: any((found := line.match(one)) and int(found[1]) == generation for one in lines)
 
 
 def of_server(lines: Sequence[str], generation: int = 0) -> Sequence[str]:
