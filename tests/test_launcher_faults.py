@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import anyio
 import pytest
 from keepers import descriptors_of, wait_for
 from launchers import LauncherProcess, launcher
@@ -382,6 +383,29 @@ def test_the_tree_spares_who_has_got_the_pid_of_one_that_ended(monkeypatch, slee
     tree.close()
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.5)
+
+
+def test_a_zombie_that_the_server_leaves_does_not_have_the_tree_look_without_end():
+    """Its end is seen once; as long as its parent did not ask for it, it would be seen again at each look."""
+    server = subprocess.Popen(["sh", "-c", "true & echo $!; exec sleep 100"], stdout=subprocess.PIPE, text=True)
+    try:
+        child = int(server.stdout.readline())
+        wait_for(lambda: processes.process(child).state == "Z", "zombie")
+        tree, looks = Tree(server.pid, stamp.new(), Reaper()), []
+        look = tree.look
+        tree.look = lambda: looks.append(0) or look()
+
+        async def watch() -> None:
+            with anyio.move_on_after(1.2):
+                await tree.death()
+
+        anyio.run(watch)
+        tree.close()
+        assert processes.process(child).state == "Z"
+        assert 1 <= len(looks) <= 4  # one at the zombie's end, one each half second
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def test_what_may_not_be_killed_is_looked_for_less_and_less_often(monkeypatch, sleeper):

@@ -227,28 +227,38 @@ def shared_files(pids: Any) -> set[str]:
     return {name for name in found if not name.endswith(" (deleted)")}
 
 
-def held(engine: Engine) -> dict[str, Any]:
+def held(launcher: int, template: int) -> dict[str, Any]:
     """What an engine has of what could leak."""
-    status = engine.status()
-    both = {"launcher": engine.process.pid, "template": status.template}
-    everything = processes.with_descendants([engine.process.pid], processes.table())
+    both = {"launcher": launcher, "template": template}
+    everything = processes.with_descendants([launcher], processes.table())
     return {
         "processes": sorted(each.name for each in everything),
-        "descriptors": {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in both.items()},
+        "descriptors": {name: descriptors(pid) for name, pid in both.items()},
         "threads": {name: threads(pid) for name, pid in both.items()},
     }
+
+
+def descriptors(pid: int) -> list[str]:
+    """Kinds of what a process has open: `socket`, `pipe`, `anon_inode:[pidfd]`, or a path."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            found.append(re.sub(r":\[\d+\]$", "", os.readlink(path)))
+    return sorted(found)
 
 
 def at_rest(engine: Engine) -> dict[str, Any]:
     """As `held`, once it stays the same over several of the launcher's looks at the server's processes.
 
-    The descriptor of a last question may not be closed yet, that of a process begun last not opened.
+    The descriptor of a process begun last may not be open yet. Nothing is asked of the launcher in that time: a
+    question's descriptor is open there for a moment longer than here.
     """
+    template = engine.status().template
     deadline = time.monotonic() + 30
-    found = [held(engine)]
+    found = [held(engine.process.pid, template)]
     while len(found) < STEADY and time.monotonic() < deadline:
         time.sleep(0.1)
-        now = held(engine)
+        now = held(engine.process.pid, template)
         found = [*found, now] if now == found[-1] else [now]
     return found[-1]
 

@@ -53,6 +53,7 @@ class Tree:
         self._reaper = reaper
         self._members: dict[tuple[int, int], _Member] = {}
         self._by_pidfd: dict[int, _Member] = {}
+        self._ended: set[tuple[int, int]] = set()
         self._marked: set[int] = set()
         self._is_blind = False
         self._ends = select.epoll()
@@ -83,7 +84,10 @@ class Tree:
         known = {key[0] for key in self._members if key[0] in table and table[key[0]].key == key}
         session = {each.pid for each in table.values() if each.session == self._server}
         found = processes.with_descendants(known | session | stamped | {self._server}, table)
+        self._ended &= {each.key for each in found}
         for each in found:
+            if each.key in self._ended:
+                continue  # a zombie that its parent leaves, whose end would be seen again at once
             member = self._members.get(each.key) or self._admit(each)
             if member is not None:
                 self._see(member, each)
@@ -196,6 +200,7 @@ class Tree:
     def _forget(self, pidfd: int) -> None:
         member = self._by_pidfd.pop(pidfd)
         self._members.pop(member.process.key, None)
+        self._ended.add(member.process.key)
         self._ends.unregister(pidfd)
         os.close(pidfd)
 
