@@ -6,9 +6,11 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,9 +23,25 @@ SETTINGS = (
 
 COMMAND_SECONDS = 60.0
 
+START_SUPERVISOR = "start it with `make up`, or with `docker compose up -d supervisor` in compose/"
+
 
 class NotRunningError(Exception):
     """A container or the server in it cannot be reached; the message says which."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """A script as a program: what is not running in one line, and no traceback for Ctrl-C or a reader that has gone."""
+    try:
+        main()
+        sys.stdout.flush()
+    except NotRunningError as error:
+        sys.exit(f"weightkeeper: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at the end
+        sys.exit(1)
 
 
 def setting(name: str, default: str = "") -> str:
@@ -106,16 +124,16 @@ def plan() -> list[dict]:
     return list(ask("supervisor", "weightkeeper", "plan", "--json"))
 
 
-def last_action() -> dict:
-    """The newest record of the supervisor's history; an empty mapping where nothing was done yet.
+def history(count: int) -> list[dict]:
+    """The newest records of the supervisor's history, the latest one last.
 
     Raises:
         NotRunningError: the supervisor does not run.
     """
-    done = compose("exec", "-T", "supervisor", "weightkeeper", "history", "--json", "-n", "1")
+    done = compose("exec", "-T", "supervisor", "weightkeeper", "history", "--json", "-n", str(count))
     if done.returncode:
         raise NotRunningError(f"supervisor: {(done.stderr or done.stdout).strip() or 'no answer'}")
-    return dict(decoded(done.stdout.strip() or "{}", "supervisor: `weightkeeper history`"))
+    return [dict(decoded(line, "supervisor: `weightkeeper history`")) for line in done.stdout.strip().splitlines()]
 
 
 def supervised(project: str) -> list[str]:

@@ -193,6 +193,34 @@ def test_a_docker_that_refuses_is_quoted(project: Path, tmp_path: Path, command:
     assert refused.stderr == f"weightkeeper: {service}: Cannot connect to the Docker daemon\n"
 
 
+def test_a_restart_without_a_supervisor_is_refused_with_the_remedy(project: Path, tmp_path: Path):
+    """Whether it is stopped or not there at all; nothing is asked of it."""
+    asked = tmp_path / "asked"
+    answers = {
+        "compose ps -aq sidecar": "k", "inspect k": described("k"), "compose ps -aq supervisor": "s",
+        "inspect s": described("s", Status="exited", Running=False),
+    }  # fmt: skip
+    lines = [f'[ "$*" != {shlex.quote(words)} ] || {{ echo {shlex.quote(text)}; exit 0; }}'
+             for words, text in answers.items()]  # fmt: skip
+    refused = script("restart-engine", project, path=docker_that(tmp_path, *lines, f'echo "$*" >> {asked}'))
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == (
+        "weightkeeper: supervisor: it is exited; start it with `make up`, or with "
+        "`docker compose up -d supervisor` in compose/\n"
+    )
+    assert not asked.exists()
+
+
+def test_a_reader_that_has_gone_gets_no_traceback(project: Path, tmp_path: Path):
+    """`make status | head`, say."""
+    command = f"{sys.executable} {ROOT / 'scripts' / 'status'} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False,
+        env={"PATH": running_project(tmp_path, described("s")), "WEIGHTKEEPER_COMPOSE_DIR": str(project)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
 def test_a_restart_without_a_sidecar_is_refused(project: Path, tmp_path: Path):
     """Before anything is asked of the supervisor."""
     asked = tmp_path / "asked"
@@ -244,7 +272,7 @@ def running_project(tmp_path: Path, supervisor: str, plan: str = "[]", history: 
         "compose ps -aq supervisor": "s" if supervisor else "",
         "inspect s": supervisor,
         "compose exec -T supervisor weightkeeper plan --json": plan,
-        "compose exec -T supervisor weightkeeper history --json -n 1": history,
+        "compose exec -T supervisor weightkeeper history --json -n 20": history,
     }
     lines = [f'[ "$*" != {shlex.quote(asked)} ] || {{ echo {shlex.quote(text)}; exit 0; }}'
              for asked, text in answers.items()]  # fmt: skip
@@ -314,6 +342,21 @@ def test_status_tells_the_last_action_with_its_cause_and_how_long_ago(project: P
         "state": "running", "started_at": STARTED, "supervises": ["b", "engine"], "plan": [],
     }  # fmt: skip
     assert told["last_restart"] == record
+
+
+def test_status_tells_why_something_was_in_vain(project: Path, tmp_path: Path):
+    """By the history's last record of it; the rollback came after that."""
+    tried = {"time": STARTED, "service": "engine", "action": "reload", "cause": "engine.yaml a 1 → 3", "seconds": 2.0}
+    before = tried | {"result": "exited", "detail": "with exit code 1 (an older reason)"}
+    last = tried | {"result": "exited", "detail": "with exit code 1 (ValueError: a is at most 2)"}
+    back = tried | {"action": "rollback", "cause": "it did not come up", "result": "healthy", "detail": ""}
+    plan = json.dumps([PLANNED | {"action": "reload", "cause": "engine.yaml a 1 → 3", "tried": True}])
+    path = running_project(tmp_path, described("s"), plan, "\n".join(map(json.dumps, (before, last, back))))
+    row, done = status(project, path).splitlines()[-2:]
+    assert row == (
+        "in vain      reload engine: engine.yaml a 1 → 3 — exited (with exit code 1 (ValueError: a is at most 2))"
+    )
+    assert done.startswith("last action  rollback engine: it did not come up — healthy")
 
 
 @pytest.mark.parametrize(

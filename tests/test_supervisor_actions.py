@@ -408,6 +408,18 @@ def test_an_edit_whose_rollback_does_not_come_up_either_is_told_as_tried_in_vain
     assert stand.applier.untried(left, edited("half")) == []
 
 
+def test_a_definition_whose_rollback_does_not_come_up_either_is_told_as_tried_in_vain(stand, monkeypatch):
+    """The containers that are there are those of the last good definition."""
+    dead = Container("engine", time.time())
+    dead.attrs["State"] |= {"Status": "exited", "ExitCode": 3}
+    dead.client = SimpleNamespace(events=lambda **_: iter(()))
+    made = []
+    monkeypatch.setattr(stand.engines, "recreate", lambda name, compose, resolved: made.append(resolved) or [dead])
+    assert stand.actor.recreate(Recreate("engine", "x"), None, {"services": {}}) == "kept"
+    assert made == [None, {"services": {}}]
+    assert stand.done() == [("recreate", "exited"), ("rollback", "exited")]
+
+
 @pytest.mark.parametrize(
     ("said", "shown"), [((), "with exit code 1"), (("MemoryError",), "with exit code 1 (MemoryError)")]
 )

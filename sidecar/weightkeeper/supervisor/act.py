@@ -62,9 +62,7 @@ class Actor:
         if ended != "bad" or not is_rolled_back:
             return ended
         back = Action(action.service, "the new configuration did not come up")
-        ended = self._roll_back(back, "configuration", self._reloading.reload(back, program, "--last-good"))
-        # It is the last good one that the launcher goes on with, also where that one did not come up at once.
-        return "kept" if ended == "bad" and self._engines.existing(action.service) else ended
+        return self._roll_back(back, "configuration", self._reloading.reload(back, program, "--last-good"))
 
     def check(self, action: Action, program: Program) -> Ended:
         """`kept` where a launcher refuses the config file, which is told; else nothing is. Raises as `reload`."""
@@ -112,7 +110,10 @@ class Actor:
             return "bad"
         log.warning("roll back %s to the last %s that was healthy: the new one did not come up", back.service, what)
         ended = self._tell(back, outcomes, "rollback")
-        return "kept" if ended == "good" else "undecided" if ended == "undecided" else "bad"
+        if ended == "bad" and not self._engines.existing(back.service):
+            return "bad"
+        # Otherwise it is the last good one that is there, also where that one did not come up at once.
+        return "undecided" if ended == "undecided" else "kept"
 
     def _tell(self, action: Action, outcomes: Iterator[Outcome], verb: str = "") -> Ended:
         """Say and record each outcome; the worst of them."""
