@@ -3,14 +3,16 @@
 import pytest
 
 from weightkeeper.supervisor import last_words
+from weightkeeper.supervisor.error_words import MAX_CHARACTERS, error_in, fallback_in
 from weightkeeper.supervisor.follow import Outcome
-from weightkeeper.supervisor.last_words import MAX_CHARACTERS, added, error_in, fallback_in, of_server
+from weightkeeper.supervisor.last_words import added, of_server
 
 TOO_MUCH = (
     "ValueError: Available memory on node 0 (19.57/23.54 GiB) is less than requested memory for kv (100000.0 GiB)."
 )
 WORKER = "(Worker pid=14453) ERROR 11-30 04:52:57 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=13719) ERROR 11-30 04:52:57 [core.py:1510] "
+INVALID = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig"
 STARTING = "(APIServer pid=7) INFO 11-30 04:52:34 [model.py:2152] Using max model len 8192"
 LIMIT = "(APIServer pid=7) WARNING 11-30 04:52:34 [system_utils.py:255] This can cause errors like `OSError: too many`"
 
@@ -54,11 +56,21 @@ LIMIT = "(APIServer pid=7) WARNING 11-30 04:52:34 [system_utils.py:255] This can
         (["ValueError: too long", "Exception ignored in: <function X.__del__>", "Traceback", "AttributeError: 'None'"],
          "ValueError: too long"),
         (["Exception ignored in: <function X>", "KeyError: 'x'", "ValueError: too long"], "ValueError: too long"),
+        ([f"(APIServer pid=7) {INVALID}", "(APIServer pid=7)   Value error, too long [type=value_error, input=7]",
+          "(APIServer pid=7)     For further information visit https://errors.pydantic.dev"],
+         f"{INVALID}: Value error, too long"),
+        ([INVALID, "max_num_seqs", "  Input should be greater than 0 [type=greater_than, input_value=0]"],
+         f"{INVALID}: max_num_seqs: Input should be greater than 0"),
+        ([INVALID], INVALID),
+        (["  + Exception Group Traceback (most recent call last):", "  | ExceptionGroup: unhandled (1 sub-exception)",
+          "  +-+---------------- 1 ----------------", "    | Traceback (most recent call last):",
+          "    | ValueError: too long", "    +------------------------------------"], "ValueError: too long"),
     ],
     ids=["worker", "memory", "the last one", "no traceback", "only a hint", "nothing", "ours", "empty", "bare",
          "bare torch", "bare interrupt", "words before none",
          "the first of those without", "bare before a hint", "no bare one",
-         "a crash of Python", "only a warning", "taken apart", "taken apart before"],
+         "a crash of Python", "only a warning", "taken apart", "taken apart before",
+         "invalid", "invalid field", "invalid, cut off", "group"],
 )  # fmt: skip
 def test_the_error_is_the_last_one_that_says_what_went_wrong(lines, found):
     assert error_in(lines) == found

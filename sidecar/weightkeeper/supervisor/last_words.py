@@ -2,40 +2,18 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from docker.models.containers import Container
 
 from weightkeeper.errors import DockerLostError, ServiceError
-from weightkeeper.quantities import printable
 from weightkeeper.supervisor.connection import docker_answers
+from weightkeeper.supervisor.error_words import error_in, fallback_in
 from weightkeeper.supervisor.follow import Outcome
 
 TAIL_LINES = 400
 """Of the log; a server with several workers ends with a traceback of each."""
-
-MAX_CHARACTERS = 300
-
-FALLBACK = "weightkeeper: fallback to disk, "
-
-_PREFIX = re.compile(r"^(?:\([^()]*\) ?)?(?:([A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
-"""Of vLLM's log lines: `(EngineCore pid=7) ERROR 11-30 04:12:12 [core.py:900] `."""
-
-_ERROR = re.compile(r"^(?:(?:\w+\.)*\w*(?:Error|Exception|error)|Fatal Python error): .*\S")
-"""The last line of a traceback; some classes are spelt small, like `struct.error`. Or what Python says of a crash."""
-
-_NO_END = frozenset({"DEBUG", "INFO", "WARNING"})
-"""Levels at which vLLM logs what it goes on after."""
-
-_IGNORED = re.compile(r"^Exception ignored (?:in|while)")
-"""Before the traceback of an error in what Python takes apart at its end."""
-
-_BARE = re.compile(r"^(?:(?:\w+\.)*(?:\w+(?:Error|Exception)|KeyboardInterrupt)|(?:\w+\.)+error)\s*$")
-"""The same of an error that has no words."""
-
-_ELSEWHERE = re.compile(r"(?:see|check) (?:the )?(?:root cause|error|stack trace)", re.IGNORECASE)
-"""Of errors that say only that another process has one."""
 
 _LAUNCHER = r"^\S+ \S+ [A-Z]+ weightkeeper\.launcher\.\w+: generation (\d+): "
 
@@ -114,34 +92,6 @@ def of_server(lines: Sequence[str], generation: int = 0) -> Sequence[str]:
         if match and (not generation or int(match[1]) == generation):
             return lines[place:]
     return lines
-
-
-def error_in(lines: Iterable[str]) -> str:
-    """The error in these lines of a log that says most of what went wrong; "" where there is none.
-
-    It is the last one with words of its own; else the first one without words, as what it cancels comes after it; else
-    one that points to another.
-    """
-    found, most, is_ignored = "", 0, False
-    for line in lines:
-        prefix = _PREFIX.match(line)
-        text = line[prefix.end() :]
-        if prefix[1] in _NO_END:
-            continue
-        is_ignored = is_ignored or _IGNORED.match(text) is not None
-        says = 2 if _BARE.match(text) else 0 if not _ERROR.match(text) else 1 if _ELSEWHERE.search(text) else 3
-        if is_ignored and says:
-            is_ignored = False
-        elif says > most or says == most == 3:
-            found, most = text.strip(), says
-    return printable(found, MAX_CHARACTERS)
-
-
-def fallback_in(lines: Iterable[str]) -> str:
-    """Why weights were read from disk, by the first such line of our loader; "" where there is none."""
-    texts = (_PREFIX.sub("", line, count=1) for line in lines)
-    found = next((text for text in texts if text.startswith(FALLBACK)), "")
-    return printable(found.removeprefix(FALLBACK).strip(), MAX_CHARACTERS)
 
 
 def lines_of(container: Container, since: float) -> list[str]:
