@@ -83,6 +83,8 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
     if values.get("crash_while") and Path(values["crash_while"]).exists():
         end(3)
     core, worker = start_engine(values)
+    if values.get("ignore_term"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(values.get("slow", 0))
     facts = {
         "pid": os.getpid(), "core": core, "worker": worker, "parent": os.getppid(), "warmed": WARMED,
@@ -108,8 +110,8 @@ def serve(arguments: list[str], listener: socket.socket) -> None:
 
     # Started before the signal: its handler may find this thread in the middle of starting another, and locks held.
     threading.Thread(target=drain, daemon=True).start()
-    stop = signal.SIG_IGN if values.get("ignore_term") else lambda *_: asked.put(None)
-    signal.signal(signal.SIGTERM, stop)
+    if not values.get("ignore_term"):
+        signal.signal(signal.SIGTERM, lambda *_: asked.put(None))
     Path(os.environ["TMPDIR"], "leftover").write_text("x")
     listener.setblocking(True)
     phases.mark("server", "server")

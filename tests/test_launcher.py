@@ -747,6 +747,45 @@ def test_the_end_is_clean_in_every_state(state, number):
         assert engine.end(number) == (130 if number == signal.SIGINT else expected)
 
 
+def starting(engine: LauncherProcess) -> int:
+    """Generation of a server that has started its processes and serves nobody yet."""
+    wait_for(lambda: (now := engine.status()) and len(now.processes) == 3, "a whole server")
+    return engine.status().generation
+
+
+def test_a_server_that_serves_nobody_yet_is_replaced_at_once():
+    """Whatever it makes of a SIGTERM: vLLM loses one that comes while it starts."""
+    with launcher("--stop-grace", "1000", slow=1000, ignore_term=True) as engine:
+        generation = starting(engine)
+        engine.edit()
+        client.reload(engine.socket_dir, "e")
+        engine.ready(generation + 1)
+        last = engine.status().last_exit
+        assert (last.generation, last.signal, last.was_asked) == (generation, signal.SIGKILL, True)
+
+
+def test_a_server_that_serves_nobody_yet_ends_the_launcher_as_sigterm_does():
+    """Not as something that had to be killed."""
+    with launcher("--stop-grace", "1000", slow=1000, ignore_term=True) as engine:
+        starting(engine)
+        assert engine.end() == -signal.SIGTERM
+
+
+def test_a_server_that_is_not_healthy_yet_may_have_clients_and_is_drained(tmp_path):
+    """It accepts, and does not answer /health."""
+    (hang := tmp_path / "hang").touch()
+    with launcher("--stop-grace", "1000", hang=str(hang), drain=0.3) as engine:
+        engine.wait_for_state("starting")
+        assert engine.facts()["pid"] == engine.status().pid
+        assert engine.status().state == "starting"
+        engine.edit()
+        client.reload(engine.socket_dir, "e")
+        engine.wait_for_state("reloading")
+        hang.unlink()
+        engine.ready(2)
+        assert (engine.status().last_exit.code, engine.status().last_exit.was_asked) == (0, True)
+
+
 def test_a_second_signal_ends_at_once():
     """Without the grace that the first one gives."""
     with launcher("--stop-grace", "1000", ignore_term=True) as engine:

@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -397,6 +398,20 @@ def test_a_killed_process_is_replaced_without_anybodys_help(plain, engine, victi
     assert not after.last_exit.was_asked
     assert not [each for each in status.processes if each in processes.table()]
     assert not [file for file in files if Path(file).exists()]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_server_that_is_starting_is_replaced_at_once_and_no_client_is_lost(plain, engine, count):
+    """With so many processes. While it waits for its engine core, vLLM drops a SIGTERM and goes on to serve."""
+    generation = engine.status().generation
+    client.restart(str(engine.sockets), "test", "first")
+    engine.until(lambda now: now.state == "starting" and len(now.processes) >= count)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(engine.ask)
+        client.restart(str(engine.sockets), "test", "second")
+        status = engine.ready(generation + 2)
+        assert asked.result() == plain.answer
+    assert (status.last_exit.generation, status.last_exit.signal) == (generation + 1, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

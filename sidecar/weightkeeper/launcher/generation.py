@@ -42,7 +42,7 @@ class Outcome:
 
     Attributes:
         verdict: why it ended.
-        exit: how its server's process ended; None where there never was one.
+        exit: how its server's process ended, by SIGTERM where it had to before it served; None where there was none.
         healthy_seconds: None where it never was.
         ending_since: by time.monotonic(), when the verdict fell.
     """
@@ -162,7 +162,8 @@ class Generations:
         await server.end(verdict, self._wishes)
         await self._memory.settled(server.plan.configuration.environment)
         self._ended(server, verdict, time.monotonic() - since)
-        return Outcome(verdict, server.exit, healthy_seconds, since)
+        ended = Exit(signal=signal.SIGTERM) if verdict.was_asked and not server.serves else server.exit
+        return Outcome(verdict, ended, healthy_seconds, since)
 
     def _ready(self, server: Server, cause: str) -> None:
         phases, seconds = server.timeline.phases, server.timeline.seconds

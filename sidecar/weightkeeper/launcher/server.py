@@ -22,6 +22,9 @@ from weightkeeper.launcher.timeline import Mark, Timeline
 from weightkeeper.launcher.tree import Tree
 from weightkeeper.launcher.wishes import Plan, Wishes
 
+SERVING = "server"
+"""Mark of a server that is about to accept its first client."""
+
 LAST_WORDS_SECONDS = 5.0
 """For a starting server to say why one of its processes ended, and to end by itself, before it is ended."""
 
@@ -75,11 +78,17 @@ class Server:
         self.process = process
         self.tree = Tree(process.pid, number, reaper)
         self._settings = settings
+        self._serves = False
 
     @property
     def exit(self) -> Exit | None:
         """How its process ended; None while it lives."""
         return self.process.exit
+
+    @property
+    def serves(self) -> bool:
+        """Whether clients may have been accepted by it."""
+        return self._serves or self.healthy_at is not None
 
     @property
     def healthy_seconds(self) -> float | None:
@@ -117,11 +126,16 @@ class Server:
             tasks.start_soon(timeline.collect, receiver, self._take)
             for each in (self._ended, self._lost, self._late, unhealthy, wished):
                 tasks.start_soon(judge, each)
+        timeline.drain(receiver, self._take)
         return found[0]
 
     async def end(self, verdict: Verdict, wishes: Wishes) -> None:
-        """End it and all that descends from it: after a grace where it was asked to go, at once where it died."""
-        if verdict.was_asked and not self.process.ended.is_set():
+        """End it and all that descends from it: after a grace where it was asked to go, at once where it died.
+
+        At once also where it serves nobody yet: vLLM loses a SIGTERM while it waits for its engine core to start, which
+        raises an error where pyzmq drops it, and would go on to serve and be killed with its clients.
+        """
+        if verdict.was_asked and self.serves and not self.process.ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
             async with anyio.create_task_group() as tasks:
@@ -138,6 +152,7 @@ class Server:
 
     def _take(self, mark: Mark) -> None:
         self.timeline.add(mark.name, mark.at)
+        self._serves = self._serves or mark.name == SERVING
         self.tree.mark(mark.pid)
 
     async def _ended(self) -> Verdict:
