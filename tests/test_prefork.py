@@ -441,6 +441,28 @@ def test_a_refused_configuration_leaves_the_server_serving(plain, engine, change
     assert engine.ask() == answer
 
 
+@pytest.mark.parametrize(("rest", "words"), [(None, "no such file"), (100_000, "bytes")], ids=["removed", "cut"])
+def test_a_model_that_is_broken_by_now_leaves_the_server_serving(plain, engine, model, rest, words):
+    """A new server could not read it, and the old one has no need to."""
+    before = engine.status()
+    shard = min(model.glob("*.safetensors"))
+    target = shard.readlink()
+    shard.unlink()
+    if rest is not None:
+        shard.write_bytes(target.read_bytes()[:rest])
+    try:
+        engine.process.send_signal(signal.SIGHUP)
+        status = engine.until(lambda status: status.refused_at > before.refused_at)
+        assert (status.state, status.pid, status.generation) == ("ready", before.pid, before.generation)
+        assert str(shard) in status.refusal
+        assert words in status.refusal
+        assert engine.ask() == plain.answer
+    finally:
+        shard.unlink(missing_ok=True)
+        shard.symlink_to(target)
+    assert engine.reload()[1] == plain.answer
+
+
 def test_a_changed_tokenizer_is_read_again(plain, engine, model):
     """What the template has of the model's directory counts only while its files are as they were."""
     answer = plain.answer

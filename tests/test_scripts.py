@@ -1,5 +1,7 @@
 """Scripts without Docker: env, which turns what a user gives `make up` into compose/.env, and what others say then."""
 
+import importlib.machinery
+import importlib.util
 import json
 import os
 import shlex
@@ -252,6 +254,31 @@ def test_a_docker_that_does_not_end_is_given_up(project: Path, tmp_path: Path):
         env={"PATH": path, "WEIGHTKEEPER_COMPOSE_DIR": str(project), "PYTHONPATH": str(ROOT / "scripts")},
     )  # fmt: skip
     assert refused.stderr.endswith("running.NotRunningError: `docker compose ps` did not end in 0.1 s\n")
+
+
+def rows_of(phases: dict[str, float], asked: float, up: float) -> list:
+    """What restart-engine prints of a start with these phases."""
+    loader = importlib.machinery.SourceFileLoader("restart_engine", str(ROOT / "scripts" / "restart-engine"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("restart_engine", loader))
+    loader.exec_module(module)
+    return module.table(asked, up, up + 1, {"started_at": 1}, {"started_at": 1, "phases": phases})
+
+
+def test_the_rows_of_a_restart_add_up_also_where_a_start_was_under_way(monkeypatch):
+    """None of them is negative: phases that began before the question are not told."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    assert rows_of({"fork": 1.0, "map": 2.0}, 10.0, 14.0) == [
+        ("asked, read and checked", 1.0), ("fork", 1.0), ("map", 2.0), ("first answer", 1.0),
+    ]  # fmt: skip
+    assert rows_of({"fork": 1.0, "map": 4.0}, 10.0, 14.0) == [
+        ("rest of a start that was under way", 4.0), ("first answer", 1.0),
+    ]  # fmt: skip
+
+
+def test_status_refuses_words_that_it_does_not_know(project: Path, tmp_path: Path):
+    refused = script("status", project, "--jsn", path=docker_that(tmp_path, "exit 1"))
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("status [--json]: ")
 
 
 STARTED = "2026-01-01T00:00:00.123456789Z"

@@ -408,6 +408,20 @@ def test_an_edit_whose_rollback_does_not_come_up_either_is_told_as_tried_in_vain
     assert stand.applier.untried(left, edited("half")) == []
 
 
+def test_an_edit_whose_container_is_made_anew_during_its_reload_counts_as_applied(stand):
+    """The new container has read the file, whatever became of the question to the old one."""
+
+    def reload() -> Done:
+        stand.containers["engine"] = [Container("engine", time.time() + 1)]
+        stand.containers["engine"][0].id = "another-id"
+        return Done(137, "", "")
+
+    stand.answers["engine-reload"] = reload
+    assert stand.apply(edited("half")) == "good"
+    assert stand.done() == [("load", "done"), ("reload", "failed")]
+    assert plan(stand.applier.now, edited("half")) == []
+
+
 def test_a_definition_whose_rollback_does_not_come_up_either_is_told_as_tried_in_vain(stand, monkeypatch):
     """The containers that are there are those of the last good definition."""
     dead = Container("engine", time.time())

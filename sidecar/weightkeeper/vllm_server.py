@@ -19,13 +19,22 @@ from pathlib import Path
 
 import pydantic
 
-from weightkeeper import engine_config, saving, vllm_draining, vllm_forks, vllm_imports, vllm_tokenizer
-from weightkeeper.errors import ConfigError
+from weightkeeper import checkpoint, engine_config, saving, vllm_draining, vllm_forks, vllm_imports, vllm_tokenizer
+from weightkeeper.errors import CheckpointError, ConfigError
 
 READ_BY_THE_LAUNCHER = (
     "--config", "--host", "--port", "--uds", "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile", "--ssl-cert-reqs",
 )  # fmt: skip
 """Options that the launcher reads for itself, by their full names."""
+
+READING_SAFETENSORS = ("auto", "safetensors", "weightkeeper")
+"""Load formats that read such files where there are some."""
+
+UNREADABLE = frozenset({
+    "cut", "dangling_link", "header_json", "lfs_pointer", "link_loop", "missing", "missing_shard", "not_a_file",
+    "unreadable",
+})  # fmt: skip
+"""Codes of faults of a file that nobody can read; of others vLLM may make something."""
 
 logger = logging.getLogger("vllm.weightkeeper")
 
@@ -80,6 +89,7 @@ def check(arguments: list[str]) -> None:
             launcher.ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         launcher.validate_api_server_args(args)
         AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    _refuse_broken(args.model, args.load_format)
 
 
 def serve(arguments: list[str], listener: socket.socket) -> None:
@@ -140,6 +150,21 @@ def _refuse_abbreviations(arguments: list[str]) -> None:
         full = next((full for full in READ_BY_THE_LAUNCHER if full != name and full.startswith(name)), None)
         if full is not None:
             raise ConfigError(f"{shown} is an abbreviation of {full}, which the launcher has to read; write it in full")
+
+
+def _refuse_broken(model: str, load_format: str) -> None:
+    """Refuse a model of safetensors files of which vLLM could not read one.
+
+    Raises:
+        ConfigError: with each such file.
+    """
+    if load_format not in READING_SAFETENSORS or not Path(model).is_dir():
+        return
+    try:
+        checkpoint.open_checkpoint(model)
+    except CheckpointError as error:
+        if faults := [str(fault) for fault in error.faults if fault.code in UNREADABLE]:
+            raise ConfigError("; ".join(faults)) from error
 
 
 def _refuse_unforked(args: Namespace) -> None:

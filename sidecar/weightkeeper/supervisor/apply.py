@@ -107,7 +107,11 @@ class Applier:
             DockerLostError: Docker does not answer; the same action can be begun again.
         """
         service = snapshot.services[action.service]
+        before = self._ids(service)
         ended = self._ended(action, service, snapshot, compose)
+        if ended == "kept" and isinstance(action, Reload) and self._is_anew(service, before):
+            log.info("%s: its containers were made anew meanwhile, and have read these files", service.name)
+            ended = "good"
         if ended == "undecided":
             return ended
         if ended == "kept":
@@ -179,6 +183,13 @@ class Applier:
         key, moment = self._noted.get(service.name, ("", 0))
         starts = [one.attrs["State"]["StartedAt"] for one in self._engines.existing(service.name)]
         return bool(starts) and key == service.key and all(nanoseconds(start) > moment for start in starts)
+
+    def _ids(self, service: Service) -> set[str]:
+        return {one.id for one in self._engines.existing(service.name)}
+
+    def _is_anew(self, service: Service, before: set[str]) -> bool:
+        """Whether it has other containers than before, which have read its files as they were noted."""
+        return not before & self._ids(service) and self._is_read(service)
 
     def _found(self, engine: Service, before: Applied | None) -> Service:
         """An engine as its containers have it, as far as that can be known."""

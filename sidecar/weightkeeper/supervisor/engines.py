@@ -9,9 +9,10 @@ from typing import Any
 from docker.models.containers import Container
 
 from weightkeeper.errors import ComposeError, DockerLostError, NotSupervisedError, ServiceError, WeightkeeperError
+from weightkeeper.quantities import one_line
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.connection import Connection, docker_answers
-from weightkeeper.supervisor.project import LABEL, one_line
+from weightkeeper.supervisor.project import LABEL
 from weightkeeper.supervisor.stop import Stop
 
 PROJECT_LABEL = "com.docker.compose.project"

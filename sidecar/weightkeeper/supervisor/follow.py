@@ -10,9 +10,9 @@ from typing import Any, Literal
 from docker.models.containers import Container
 
 from weightkeeper.errors import ServiceError
+from weightkeeper.quantities import one_line
 from weightkeeper.supervisor.connection import docker_answers
 from weightkeeper.supervisor.engines import Started, inspect
-from weightkeeper.supervisor.project import one_line
 
 Result = Literal[
     "healthy", "running", "unhealthy", "exited", "starting", "gone", "failed", "skipped", "refused", "done", "undecided"

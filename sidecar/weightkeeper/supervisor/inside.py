@@ -10,8 +10,8 @@ from docker.models.containers import Container
 from docker.utils.socket import STDERR, STDOUT, frames_iter
 
 from weightkeeper.errors import ServiceError, WeightkeeperError
+from weightkeeper.quantities import one_line
 from weightkeeper.supervisor.connection import docker_answers
-from weightkeeper.supervisor.project import one_line
 from weightkeeper.supervisor.stop import STEP_SECONDS, Stop
 
 PREFIX = "weightkeeper: "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightkeeper.errors import ComposeError, DockerLostError, ServiceError
+from weightkeeper.quantities import one_line
 from weightkeeper.supervisor import images, place, project, sources
 from weightkeeper.supervisor.act import Actor
 from weightkeeper.supervisor.alone import Alone
@@ -18,7 +19,7 @@ from weightkeeper.supervisor.follow import Outcome
 from weightkeeper.supervisor.history import History
 from weightkeeper.supervisor.measure import Measure
 from weightkeeper.supervisor.plan import Action, Nothing, Refuse, plan
-from weightkeeper.supervisor.project import Snapshot, one_line
+from weightkeeper.supervisor.project import Snapshot
 from weightkeeper.supervisor.say import put
 from weightkeeper.supervisor.state import State
 from weightkeeper.supervisor.stop import Stop

@@ -10,6 +10,7 @@ import msgspec
 
 from weightkeeper import engine_config
 from weightkeeper.errors import ConfigError
+from weightkeeper.quantities import one_line
 from weightkeeper.supervisor import arguments, files, keepers, programs, variables
 from weightkeeper.supervisor.compose import Compose
 from weightkeeper.supervisor.keepers import Keeper
@@ -198,8 +199,3 @@ def parse_config(path: Path, text: bytes, source: Path | None = None) -> ConfigF
         return ConfigFile(path, None, one_line(str(error)), text)
     except (ValueError, RecursionError) as error:  # a date like 2026-13-01; a thousand brackets
         return ConfigFile(path, None, one_line(f"{named}: not readable as YAML: {error}"), text)
-
-
-def one_line(text: str) -> str:
-    """Text for one log line."""
-    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
