@@ -191,7 +191,9 @@ def test_two_ranks_map_their_own_halves(tmp_path):
     model = models.write(tmp_path / "m", hidden=256)
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     disk, _ = run(model, repack=False, options=options)
+    before = set(Path("/dev/shm").glob("weightkeeper-loader-*"))
     with keeper(model, tensor_parallel_size=2) as running:
+        assert set(Path("/dev/shm").glob("weightkeeper-loader-*")) == before  # vLLM's ranks leave their files there
         held = running.status().held
         assert sorted(held.devices) == ["cpu-0", "cpu-1"]
         assert held.devices["cpu-0"] == held.devices["cpu-1"]

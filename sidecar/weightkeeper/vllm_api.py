@@ -6,6 +6,7 @@ Written for vLLM 0.30 to 0.33. A name that moves in a later version is mended he
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_co
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  the kernel's name of where shm_open(3) has its files
 
 __all__ = ["VLLM_VERSION", "BaseModelLoader", "LoadConfig", "ModelConfig", "VllmConfig", "init_logger"]
 
@@ -78,6 +81,8 @@ def process_group(vllm_config: VllmConfig, rank: int, init_method: str) -> Itera
     sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     # the CPU's communicator names its shared memory after the meeting place, as a worker does
     os.environ.setdefault("VLLM_DIST_IDENT", os.path.basename(os.path.dirname(init_method)))
+    if is_cpu():
+        unlink_shared_memory()
     try:
         init_distributed_environment(
             world_size=sizes[0] * sizes[1],
@@ -91,6 +96,26 @@ def process_group(vllm_config: VllmConfig, rank: int, init_method: str) -> Itera
             yield
     finally:
         cleanup_dist_env_and_memory()
+
+
+@functools.cache
+def unlink_shared_memory() -> None:
+    """Have the ranks of a CPU engine or load take the names from their shared memory once all have opened it.
+
+    vLLM leaves the files behind at each end, one a rank; memory without a name goes with its last process.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = cpu_communicator._CPUSHMDistributed
+    joined = shared._init_cpu_shm
+
+    def init_cpu_shm(self: object) -> int:
+        handle = joined(self)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{_SHARED_MEMORY}/{self.group_name}_{self.communicator.rank}")
+        return handle
+
+    shared._init_cpu_shm = init_cpu_shm
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """What is different for a vLLM server whose processes are forked from one that has its imports."""
 
 import atexit
-import contextlib
 import functools
 import gc
 import logging
@@ -20,9 +19,6 @@ logger = logging.getLogger("vllm.weightkeeper")
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's variable for how engine core and workers are started."""
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  the kernel's name of it
-"""Where shm_open(3) has its files."""
-
 
 def settle_in(listener: socket.socket) -> None:
     """Be as a server that has made its imports itself, and have engine core and workers forked as well.
@@ -35,7 +31,7 @@ def settle_in(listener: socket.socket) -> None:
     prefer_fork()
     _track_resources()
     if vllm_api.is_cpu():
-        _unlink_early()
+        vllm_api.unlink_shared_memory()
         vllm_binding.bind_workers()
     os.register_at_fork(before=_config_is_over, after_in_child=functools.partial(_leave_server, listener))
 
@@ -86,25 +82,6 @@ def _track_resources() -> None:
         del os.environ["PYTHONWARNINGS"]
         if warned is not None:
             os.environ["PYTHONWARNINGS"] = warned
-
-
-def _unlink_early() -> None:
-    """Have the ranks of a CPU engine take the names from their shared memory once all have opened it.
-
-    vLLM leaves the files behind at each end, one a rank; memory without a name goes with its last process.
-    """
-    from vllm.distributed.device_communicators import cpu_communicator
-
-    shared = cpu_communicator._CPUSHMDistributed
-    joined = shared._init_cpu_shm
-
-    def init_cpu_shm(self: object) -> int:
-        handle = joined(self)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{SHARED_MEMORY}/{self.group_name}_{self.communicator.rank}")
-        return handle
-
-    shared._init_cpu_shm = init_cpu_shm
 
 
 @functools.cache
