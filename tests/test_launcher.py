@@ -1052,6 +1052,9 @@ def test_the_commands_speak_to_a_launcher():
         engine.ready(3)
         assert engine.status().last_exit.cause == "restart: why not"
         assert "refused      " in run("engine-status").stdout
+        engine.edit(refuse="too long\n  by far")
+        assert run("engine-reload").returncode == 2
+        assert " ago: too long; by far\n" in run("engine-status").stdout
     lost = run("engine-status")
     assert lost.returncode == 1 and "is `weightkeeper engine --name e` running" in lost.stderr
 

@@ -13,7 +13,6 @@ def bytes_text(nbytes: int) -> str:
 
 def printable(text: str, limit: int = 128, keep_lines: bool = False) -> str:
     """Text of another process: control characters as `?`, cut at `limit` characters, in one line unless told."""
-    text = text if keep_lines else one_line(text)
     kept = "\n" if keep_lines else ""
     shown = "".join(each if each.isprintable() or each in kept else "?" for each in text[:limit])
     return shown + "…" if len(text) > limit else shown

@@ -10,7 +10,7 @@ from weightkeeper.commands import engine_options
 from weightkeeper.launcher import client, timeline
 from weightkeeper.launcher.messages import EngineStatus
 from weightkeeper.launcher.settings import checked_name
-from weightkeeper.quantities import printable, seconds_text
+from weightkeeper.quantities import one_line, printable, seconds_text
 
 
 @click.command(name="engine-status")
@@ -31,7 +31,7 @@ def command(engine: str | None, socket_dir: str, timeout_s: float, as_json: bool
 def rows(status: EngineStatus, now: float) -> Iterator[tuple[str, str]]:
     """Name and text of each line."""
     delay = f", next start in {seconds_text(status.next_start_at - now)}" if status.next_start_at else ""
-    cause = f" ({printable(status.cause, 400)})" if status.cause else ""
+    cause = f" ({printable(one_line(status.cause), 400)})" if status.cause else ""
     yield "state", f"{status.state} for {seconds_text(now - status.since)}{cause}{delay}"
     if status.pid:
         yield "server", f"pid {status.pid}, generation {status.generation}, {len(status.processes)} process(es)"
@@ -43,11 +43,11 @@ def rows(status: EngineStatus, now: float) -> Iterator[tuple[str, str]]:
     if (last := status.last_exit) is not None:
         how = f"signal {last.signal}" if last.signal is not None else f"exit code {last.code}"
         ago = seconds_text(now - last.at)
-        yield "last end", f"generation {last.generation}, {how}, {ago} ago ({printable(last.cause, 400)})"
+        yield "last end", f"generation {last.generation}, {how}, {ago} ago ({printable(one_line(last.cause), 400)})"
     if status.restarts:
         yield "restarts", ", ".join(f"{kind} {count}" for kind, count in sorted(status.restarts.items()))
     if status.refusal:
-        yield "refused", f"{seconds_text(now - status.refused_at)} ago: {printable(status.refusal, 400)}"
+        yield "refused", f"{seconds_text(now - status.refused_at)} ago: {printable(one_line(status.refusal), 400)}"
     if status.prefork:
         yield "template", f"pid {status.template}, {status.threads} thread"
     else:

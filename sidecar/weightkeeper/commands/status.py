@@ -8,7 +8,7 @@ import msgspec
 
 from weightkeeper import client, command_options
 from weightkeeper.protocol import Held, Lease, Report, Status
-from weightkeeper.quantities import bytes_text, printable, seconds_text
+from weightkeeper.quantities import bytes_text, one_line, printable, seconds_text
 
 _SHOWN_FINGERPRINT = 16
 
@@ -86,7 +86,7 @@ def _lease(lease: Lease, now: float) -> str:
 
 
 def _report(report: Report) -> str:
-    name, message = printable(report.name) or "an engine", printable(report.message, 400)
+    name, message = printable(report.name) or "an engine", printable(one_line(report.message), 400)
     if report.event == "mapped":
         return f"{name}: {printable(report.mode)}, {bytes_text(report.nbytes)} in {report.milliseconds:.0f} ms"
     return f"{name}: {report.event}, code={printable(report.code)}: {message}"
