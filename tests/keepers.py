@@ -136,6 +136,16 @@ def links_of(pid: int) -> list[str]:
     return found
 
 
+def inodes_of(pid: int, what: str = "memfd:weightkeeper") -> list[int]:
+    """Of the files that a process's descriptors are whose names have `what` in them, one for each descriptor."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed since
+            if what in os.readlink(f"/proc/{pid}/fd/{name}"):
+                found.append(os.stat(f"/proc/{pid}/fd/{name}").st_ino)
+    return sorted(found)
+
+
 def descriptors_of(pid: int | str = "self") -> int:
     """How many descriptors a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))

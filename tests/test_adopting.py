@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from adopting_engine import engine, mapping
-from keepers import KeeperProcess, connected, descriptors_of, links_of, settled_descriptors, wait_for
+from keepers import KeeperProcess, connected, descriptors_of, inodes_of, links_of, settled_descriptors, wait_for
 from publishing_engine import publish, weights
 
 from weightkeeper import client, note
@@ -91,16 +91,7 @@ class Stand:
 
     def inodes(self) -> set[int]:
         """Of the memory that the keeper holds."""
-        return inodes(self.keeper.process.pid)
-
-
-def inodes(pid: int) -> set[int]:
-    found = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            if "memfd:weightkeeper" in os.readlink(f"/proc/{pid}/fd/{name}"):
-                found.add(os.stat(f"/proc/{pid}/fd/{name}").st_ino)
-    return found
+        return set(inodes_of(self.keeper.process.pid))
 
 
 def children(pid: int) -> list[str]:
@@ -391,7 +382,7 @@ def test_copies_are_not_offered(stand):
     with stand.engine(mode="copy") as first:
         wait_for(lambda: stand.keeper.status().leases == (), "the end of its lease")
         assert note.NAME not in stand.keeper.names()
-        assert inodes(first.process.pid) == set()
+        assert inodes_of(first.process.pid) == []
         stand.replace()
         assert stand.keeper.wait_for_state("ready").loads == 1
 
@@ -717,10 +708,10 @@ def test_what_an_engine_keeps_does_not_go_to_its_children(stand):
     stand.loaded()
     lease, inode = mapping(stand.keeper.socket_dir, "here", 0, {})
     try:
-        assert inode in inodes(os.getpid())
+        assert inode in inodes_of(os.getpid())
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
         try:
-            assert inodes(child.pid) == set()
+            assert inodes_of(child.pid) == []
         finally:
             child.kill()
             child.wait()

@@ -2,11 +2,11 @@
 
 import os
 import re
-from pathlib import Path
 
 import models
 import pytest
 from engines import Engine, ForkedKeeper, Keeper, mapped, run
+from keepers import inodes_of
 
 pytestmark = pytest.mark.vllm
 
@@ -23,12 +23,6 @@ def running(request, tmp_path):
         keeper.close()
 
 
-def memory_of(pid: int) -> set[int]:
-    """Inodes of the weights that a process has descriptors of."""
-    links = [Path(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
-    return {link.stat().st_ino for link in links if link.exists() and "memfd:weightkeeper" in os.readlink(link)}
-
-
 def test_a_killed_keepers_weights_are_the_next_ones(running):
     """The same memory without a load; the engine's tokens, those of the next engine, and a mismatch that is named."""
     keeper, model = running
@@ -36,9 +30,9 @@ def test_a_killed_keepers_weights_are_the_next_ones(running):
     with Engine(model, hold=True, load_format="weightkeeper", extra=extra) as first:
         before = first.answer()
         held = keeper.status().held
-        memory = memory_of(keeper.process.pid)
+        memory = set(inodes_of(keeper.process.pid))
         assert len(memory) == 1
-        assert memory_of(first.pid) == memory
+        assert set(inodes_of(first.pid)) == memory
         for _ in range(2):
             keeper.process.kill()
             keeper.process.wait()
@@ -47,7 +41,7 @@ def test_a_killed_keepers_weights_are_the_next_ones(running):
             status = keeper.until(lambda status: status.held is not None and len(status.leases) == 1)
             assert (status.state, status.loads, status.held.adopted_from) == ("ready", 0, os.uname().nodename)
             assert status.held.fingerprint == held.fingerprint
-            assert memory_of(keeper.process.pid) == memory
+            assert set(inodes_of(keeper.process.pid)) == memory
             after = first.again()
             assert (after["tokens"], after["logprobs"]) == (before["tokens"], before["logprobs"])
         second, log = mapped(model, keeper)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cuda import GRANULARITY, CUresult, FakeCuda
-from keepers import KeeperProcess, wait_for
+from keepers import KeeperProcess, inodes_of, wait_for
 from torch import nn
 
 from weightkeeper import client, mapping
@@ -205,8 +205,7 @@ def test_a_mapping_and_its_memory_outlive_the_keeper(cuda, keeper, monkeypatch):
 
 def memory_of(keeper) -> list[int]:
     """Inodes of the stand-in's memory that a keeper holds."""
-    links = Path(f"/proc/{keeper.process.pid}/fd").iterdir()
-    return sorted(link.stat().st_ino for link in links if link.exists() and "fake GPU" in os.readlink(link))
+    return inodes_of(keeper.process.pid, "fake GPU")
 
 
 def test_a_write_through_a_mapping_ends_the_writer():
