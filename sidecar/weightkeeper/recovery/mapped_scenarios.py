@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from weightkeeper.errors import ServerStartError
 from weightkeeper.recovery import holders
 from weightkeeper.recovery.bench import Bench
+from weightkeeper.recovery.launched import Launched
 from weightkeeper.recovery.scenario import Scenario
 
 NOTICE_SECONDS = 60.0
@@ -20,6 +21,7 @@ class Mapped(Scenario):
     title = "mapped start"
     description = "kill -9 of everything but the sidecar; a new vLLM process maps the weights that it holds"
     holder = holders.Keeper.name
+    group = "mapped"
     extra: ClassVar[dict[str, Any]] = {}
 
     def prepare(self, bench: Bench) -> None:
@@ -39,6 +41,7 @@ class Mapped(Scenario):
 class Copied(Mapped):
     name = "copy"
     title = "copy mode"
+    group = ""
     description = "as the mapped start, but the new engine takes a copy of the weights; the sidecar keeps its own"
     extra: ClassVar[dict[str, Any]] = {"mode": "copy", "release": False}
 
@@ -47,6 +50,11 @@ class CoreKilled(Mapped):
     name = "engine-core"
     title = "engine core killed"
     description = "kill -9 of vLLM's engine core alone; its server ends by itself, and a new process maps the weights"
+
+    def prepare(self, bench: Bench) -> None:
+        if isinstance(bench.engine, Launched):  # it would start another server by itself, and not end
+            bench.kill_engine()
+        super().prepare(bench)
 
     def interrupt(self, bench: Bench) -> float:
         engine = bench.engine
