@@ -214,10 +214,17 @@ class Engine:
         return self.answer()
 
     def line(self, start: str) -> str:
-        """Wait for a line of its output."""
+        """Wait for a line of its output that starts so."""
+        return self._next(lambda line: line.startswith(start))
+
+    def until(self, text: str) -> None:
+        """Wait until its output has a line with this text."""
+        self._next(lambda line: text in line)
+
+    def _next(self, is_meant: Callable[[str], bool]) -> str:
         for line in self._output:
             self._lines.append(line)
-            if line.startswith(start):
+            if is_meant(line):
                 return line
         raise AssertionError(f"the engine ended without an answer:\n{self.log()[-4000:]}")
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import Keeper as PlainKeeper
-from gpu_engines import FORK, GIGABYTES, Models, mapped, on, run, start, used
+from gpu_engines import FORK, GIGABYTES, Keeper, Models, mapped, on, run, start, used
 from gpu_machine import GPU, REHEARSING, WHY_NOT, wait_until_free
 from keepers import wait_for
 
@@ -128,12 +129,18 @@ def test_the_kv_cache_is_as_large_as_a_disk_load_s(gpu, published, tell: Callabl
         assert abs(each - blocks[0]) <= 0.02 * blocks[0]
 
 
-def test_an_engine_that_waits_for_its_keeper_plans_as_from_disk(published, tell: Callable[[str], None]):
-    """Both begin together. What the loader had in use is free when the engine measures, so nothing changes under it."""
-    with contextlib.closing(PlainKeeper(published.model)) as keeper:
-        answer, log = mapped(published.model, keeper, options=planned())
+def test_an_engine_that_waits_for_its_keeper_plans_as_from_disk(published, tmp_path, tell: Callable[[str], None]):
+    """The load ends while it waits. What the loader had in use is free when it measures: nothing changes under it."""
+    loader = f"{sys.executable} {Path(__file__).with_name('waiting_loader.py')}"
+    waits = tmp_path / "the engine waits"
+    keeper = Keeper(published.model, serve=("--loader", loader), environment={"WEIGHTKEEPER_TEST_UNTIL": str(waits)})
+    with contextlib.closing(keeper), start(published.model, **on(keeper), options=planned()) as engine:
+        engine.until(WAITED)
+        waits.touch()
+        answer = engine.answer()
+        engine.end()
+        log = engine.log()
         assert keeper.status().loads == 1
-    assert WAITED in log
     assert [how for how, *_ in MAPPED_LINE.findall(log)] == ["zero_copy"]
     assert answer["tokens"] == published.disk["tokens"]
     tell(f"{answer['blocks']} blocks, {published.disk['blocks']} from disk")
