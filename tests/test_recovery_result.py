@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from weightkeeper.cli import program
 from weightkeeper.errors import ConfigError
-from weightkeeper.recovery import comparing, result, rows, table
+from weightkeeper.recovery import comparing, report, result, rows, table
 from weightkeeper.recovery.check import Pause, Verdict
 from weightkeeper.recovery.levels import Levels, thinned
 from weightkeeper.recovery.result import FORMAT, Run, Sample, Scenario, Skipped
@@ -149,6 +149,25 @@ def rows_of(text: str, name: str) -> list[list[str]]:
     """Cells of the rows that begin with a name, of all tables."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     return [row for row in rows if row[0] == name]
+
+
+def test_parts_that_are_not_whole_are_told():
+    """Which, how many samples they have, and why no more; a whole one is not named."""
+    whole = run("1", sample("disk", 1, 30.0))
+    others = {
+        "killed": msgspec.structs.replace(run("killed", sample("disk", 1, 30.0)), ended="running"),
+        "left": msgspec.structs.replace(run("left"), ended="interrupted", message="Ctrl-C"),
+    }
+    joined = join([whole, *others.values()])
+    told = [
+        "part killed has 1 samples of 2 rounds that were asked for: it was killed, or goes on",
+        "part left has 0 samples of 2 rounds that were asked for: it was interrupted (Ctrl-C)",
+    ]
+    text = "\n".join(table.lines(joined))
+    assert "Not whole:\n" + "\n".join(f"- {line}" for line in told) in text
+    assert all(f"<li>{line}</li>" in report.page(joined) for line in told)
+    assert "Not whole" not in "\n".join(table.lines(join([whole])))
+    assert "Not whole" not in report.page(join([whole]))
 
 
 def test_ratios_are_to_vllms_own_cache_as_well():

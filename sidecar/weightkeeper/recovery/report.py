@@ -8,7 +8,7 @@ import jinja2
 
 from weightkeeper.quantities import bytes_text, seconds_text
 from weightkeeper.recovery import machine, plots, rows
-from weightkeeper.recovery.summary import MEASURES, Result, ratio
+from weightkeeper.recovery.summary import MEASURES, Result, ratio, unfinished
 
 TEMPLATE = "page.html.j2"
 
@@ -29,6 +29,7 @@ def page(result: Result) -> str:
         tables=rows.tables(result),
         holders_note=rows.holders_note(result),
         faults=[one.sample for one in result.samples if one.sample.outcome != "right"],
+        unfinished=unfinished(result),
         where=next((one.sample.memory.where for one in result.samples if one.sample.memory), ""),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from weightkeeper.errors import ConfigError
-from weightkeeper.recovery.result import Run, Sample, Scenario, Skipped
+from weightkeeper.recovery.result import Ended, Run, Sample, Scenario, Skipped
 
 IPC_CACHE = "ipc_cache"
 """Name of the scenario with vLLM's own cache, to which ratios are as well as to the baseline."""
@@ -140,3 +140,21 @@ def difference(one: Run, other: Run) -> str | None:
             if values[0] != values[1]:
                 return f"{what} {name.replace('_', ' ')} is {values[0]} and {values[1]}"
     return None
+
+
+ENDINGS: dict[Ended, str] = {
+    "running": "it was killed, or goes on",
+    "interrupted": "it was interrupted",
+    "out of time": "its time was over",
+    "failed": "it failed",
+}
+
+
+def unfinished(result: Result) -> list[str]:
+    """Of each part that has not all of its samples: how many it has, and why no more."""
+    return [
+        f"part {run.id} has {len(run.samples)} samples of {run.rounds} rounds that were asked for: {ENDINGS[run.ended]}"
+        + (f" ({run.message})" if run.message else "")
+        for run in result.runs
+        if run.ended in ENDINGS
+    ]

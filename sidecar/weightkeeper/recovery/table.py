@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from weightkeeper.quantities import bytes_text
-from weightkeeper.recovery import machine, rows
+from weightkeeper.recovery import machine, rows, summary
 from weightkeeper.recovery.result import Sample
 from weightkeeper.recovery.summary import Result
 
@@ -23,6 +23,10 @@ def lines(result: Result) -> Iterator[str]:
         yield ""
         yield note
     yield from _faults(result)
+    if parts := summary.unfinished(result):
+        yield ""
+        yield "Not whole:"
+        yield from (f"- {one}" for one in parts)
     if result.skipped:
         yield ""
         yield "Not measured:"
