@@ -12,6 +12,7 @@ class Reload(Mapped):
     name = "reload"
     title = "reload by the launcher"
     group = "launcher"
+    times_steps = 2  # the old server answers what it was asked before it goes
     description = "the launcher is told to reload: requests end, the server is replaced by a fork that maps the weights"
 
     def prepare(self, bench: Bench) -> None:
