@@ -280,7 +280,8 @@ def test_a_job_that_differs_by_itself_is_no_reference(tmp_path, model):
     """Where the same engine answers otherwise the second time, the run ends and says what to do."""
     tmp_path.joinpath("b").mkdir()
     trouble = tmp_path / "trouble"
-    trouble.write_text("\n" * 9 + "other\n")
+    reference = 6 * max(one.times_steps for one in ALL)
+    trouble.write_text("\n" * (reference + 3) + "other\n")
     benchmark = Benchmark(tmp_path / "b", model, "--throughput", "0", trouble=str(trouble))
     code, _, log = benchmark.end()
     assert code == 2, log
