@@ -167,6 +167,17 @@ def test_an_interrupted_run_keeps_its_samples_and_leaves_nothing(tmp_path, model
     benchmark.assert_nothing_is_left()
 
 
+def test_a_killed_run_keeps_its_samples_and_leaves_nothing(tmp_path, model):
+    """SIGKILL, at which it can do nothing itself: sidecar, launcher, server and agent end all the same."""
+    benchmark = Benchmark(tmp_path, model, "-n", "100", "--scenarios", "server-crash", "--throughput", "0")
+    wait_for(lambda: benchmark.file.exists() and len(benchmark.run().samples) >= 2, "two samples")
+    wait_for(lambda: {word for line in benchmark.left() for word in line.split()} >= {"serve", "engine"}, "a launcher")
+    benchmark.process.kill()
+    assert benchmark.end()[0] == -signal.SIGKILL
+    assert benchmark.run().ended == "running" and len(benchmark.run().samples) >= 2
+    benchmark.assert_nothing_is_left()
+
+
 def test_a_terminated_first_start_leaves_nothing(tmp_path, model):
     """SIGTERM while nothing is healthy yet."""
     benchmark = Benchmark(tmp_path, model, "--throughput", "0", never=True)

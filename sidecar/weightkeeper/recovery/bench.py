@@ -19,6 +19,7 @@ from weightkeeper.checkpoint import open_checkpoint
 from weightkeeper.recovery import agent_settings, gpu, processes
 from weightkeeper.recovery.agent_process import AgentProcess
 from weightkeeper.recovery.engine import PLAIN, Engine
+from weightkeeper.recovery.guard import Guard
 from weightkeeper.recovery.holders import Daemon, Keeper
 from weightkeeper.recovery.holding import Holding
 from weightkeeper.recovery.launched import Launched
@@ -87,8 +88,9 @@ class Bench:
         options = settings.options | {"model": str(settings.model)}
         self.holding = Holding(options, settings.out, self._short, self.gpus, settings.limit_s)
         self._count = 0
-        self._mark = os.environ[processes.MARK] = secrets.token_hex(8)
         settings.out.mkdir(parents=True, exist_ok=True)
+        mark = os.environ[processes.MARK] = secrets.token_hex(8)
+        self._guard = Guard(mark, self._short)
 
     @property
     def compiles(self) -> bool:
@@ -203,8 +205,7 @@ class Bench:
     def close(self) -> None:
         """End everything, whatever fails on the way."""
         with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, self._short, ignore_errors=True)
-            stack.callback(processes.kill_marked, self._mark)
+            stack.callback(self._guard.close)
             stack.callback(self.holding.close)
             stack.callback(self.end_engine)
             stack.callback(self.end_agent)
