@@ -408,17 +408,29 @@ def test_an_edit_whose_rollback_does_not_come_up_either_is_told_as_tried_in_vain
     assert stand.applier.untried(left, edited("half")) == []
 
 
-def test_an_edit_whose_container_is_made_anew_during_its_reload_counts_as_applied(stand):
-    """The new container has read the file, whatever became of the question to the old one."""
+def test_an_edit_whose_container_is_made_anew_during_its_reload_counts_as_applied(stand, caplog):
+    """The new container has read the file, whatever became of the question to the old one; as soon as it is started."""
+    caplog.set_level("INFO")
+    [old] = stand.containers["engine"]
+    new = Container("engine", time.time() + 1)
+    started, new.attrs["State"]["StartedAt"] = new.attrs["State"]["StartedAt"], "0001-01-01T00:00:00Z"
 
     def reload() -> Done:
-        stand.containers["engine"] = [Container("engine", time.time() + 1)]
-        stand.containers["engine"][0].id = "another-id"
+        stand.containers["engine"] = [old, new]  # as Compose has them for a moment
         return Done(137, "", "")
 
     stand.answers["engine-reload"] = reload
-    assert stand.apply(edited("half")) == "good"
+    assert stand.apply(edited("half")) == "kept"
     assert stand.done() == [("load", "done"), ("reload", "failed")]
+    for containers in ([old, new], [old], [new], []):
+        stand.containers["engine"] = containers
+        assert not stand.applier.is_started_anew()
+    stand.containers["engine"] = [new]
+    new.attrs["State"]["StartedAt"] = started
+    assert stand.applier.is_started_anew()
+    stand.applier.settle()
+    assert not stand.applier.is_started_anew()
+    assert "engine: what was tried in vain was read since, and counts as applied" in caplog.messages
     assert plan(stand.applier.now, edited("half")) == []
 
 

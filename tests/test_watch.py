@@ -271,6 +271,17 @@ def test_a_change_while_the_teller_is_busy_is_told_afterwards(file):
     assert not watch.has_changed()
 
 
+def test_what_somebody_wants_is_told_as_a_change_of_no_file(file):
+    """At a look that finds none; a change of a file is told as such all the same."""
+    wanted = iter([True, False])
+    watch = Watch(LOOKS, Stop(), lambda: next(wanted, False))
+    watch.take_part([file])
+    changes = watch.changes()
+    assert next(changes) == set()
+    file.write_text("seed: 2\n")
+    assert next(changes) == {file}
+
+
 def test_without_inotify_it_says_so_and_polls(watching, file, monkeypatch, caplog):
     """A limit of the system is no reason to miss a change, and no secret."""
 

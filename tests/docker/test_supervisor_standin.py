@@ -298,6 +298,21 @@ def test_changes_while_an_engine_starts_are_one_action_afterwards(stand):
     )
 
 
+def test_an_edit_whose_container_is_made_anew_by_hand_meanwhile_is_applied(stand):
+    """The one that was asked is gone, which is said; the new one has read the file, so nothing is left to do."""
+    before = stand.start_of()
+    stand.engine_yaml.write_text(ENGINE + "start-delay: 3\n")
+    stand.expect("reload engine: engine.yaml start-delay (unset) → 3")
+    compose = ("docker", "compose", "--project-directory", stand.directory)
+    run(*compose, "up", "--detach", "--no-deps", "--force-recreate", "engine")
+    stand.expect("engine: what was tried in vain was read since, and counts as applied")
+    assert stand.start_of()[0] != before[0]
+    assert stand.done() == [("reload", "failed")]
+    until(lambda: stand.inspect()["State"]["Health"]["Status"] == "healthy", "the new container is healthy")
+    assert stand.options()["start-delay"] == "3"
+    assert stand.weightkeeper("plan").stdout == "nothing to do\n"
+
+
 def test_an_engine_that_comes_and_goes_is_said_and_left_to_the_user(stand):
     """Started by hand it is supervised from then on; removed from the files it is named, and not ended."""
     text, before = stand.compose_yaml.read_text(), stand.start_of()

@@ -1,5 +1,6 @@
 """What is applied to the engines, and how an action of a plan is carried out."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Mapping
@@ -90,8 +91,15 @@ class Applier:
             DockerLostError: Docker does not answer.
         """
         for service in self._tried.take_read():
+            log.info("%s: what was tried in vain was read since, and counts as applied", service.name)
             read = replace(self.now.services[service.name], config=service.config, env_files=service.env_files)
             self.now = replace(self.now, services={**self.now.services, service.name: read})
+
+    def is_started_anew(self) -> bool:
+        """Whether something that was tried in vain was read since, because its containers were started."""
+        with contextlib.suppress(DockerLostError):
+            return self._tried.is_started()
+        return False
 
     def take(self, snapshot: Snapshot, waiting: Collection[str]) -> None:
         """Count a snapshot as applied, but for what waits and what was tried in vain."""
@@ -107,15 +115,12 @@ class Applier:
             DockerLostError: Docker does not answer; the same action can be begun again.
         """
         service = snapshot.services[action.service]
-        before = self._ids(service)
+        before = start_of(self._engines, service.name)
         ended = self._ended(action, service, snapshot, compose)
-        if ended == "kept" and isinstance(action, Reload) and self._is_anew(service, before):
-            log.info("%s: its containers were made anew meanwhile, and have read these files", service.name)
-            ended = "good"
         if ended == "undecided":
             return ended
         if ended == "kept":
-            self._tried.add(service)
+            self._tried.add(service, before if isinstance(action, Reload) else self._start_of(service))
         else:
             self.now = replace(self.now, services={**self.now.services, service.name: service})
             self._supplied.pop(service.name, None)
@@ -184,12 +189,10 @@ class Applier:
         starts = [one.attrs["State"]["StartedAt"] for one in self._engines.existing(service.name)]
         return bool(starts) and key == service.key and all(nanoseconds(start) > moment for start in starts)
 
-    def _ids(self, service: Service) -> set[str]:
-        return {one.id for one in self._engines.existing(service.name)}
-
-    def _is_anew(self, service: Service, before: set[str]) -> bool:
-        """Whether it has other containers than before, which have read its files as they were noted."""
-        return not before & self._ids(service) and self._is_read(service)
+    def _start_of(self, service: Service) -> str | None:
+        with contextlib.suppress(DockerLostError):
+            return start_of(self._engines, service.name)
+        return None
 
     def _found(self, engine: Service, before: Applied | None) -> Service:
         """An engine as its containers have it, as far as that can be known."""

@@ -60,7 +60,7 @@ class Supervisor:
         if measure:
             log.info("metrics on port %d", measure.port)
         self._history = History(settings.state_dir, observe=measure.count if measure else lambda _: None)
-        self._watch = Watch(settings.timing, stop)
+        self._watch = Watch(settings.timing, stop, self._is_read_since)
         self._compose = settings.compose
         self._applier: Applier | None = None
         self._actor: Actor | None = None
@@ -227,6 +227,9 @@ class Supervisor:
 
     def _why_over(self, waited: float) -> str:
         return "another change waits" if waited > PATIENCE_SECONDS and self._watch.has_changed() else ""
+
+    def _is_read_since(self) -> bool:
+        return self._applier is not None and self._applier.is_started_anew()
 
     def _tell(self, fact: Death | Recovery) -> None:
         """Say and record what happened to an engine without anybody asking; what we follow, the action tells."""

@@ -9,13 +9,16 @@ from weightkeeper.supervisor.engines import Engines
 from weightkeeper.supervisor.plan import Action, Nothing
 from weightkeeper.supervisor.project import Service, Snapshot
 
+NEVER = "0001-"
+"""How Docker's time of a start begins where there was none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vain:
     """A service as it was tried, and what its containers had read by then.
 
     Attributes:
-        started: when its containers were started.
+        started: when the containers that it was tried on were started.
         reloads: how often its launchers had read their files again; both None where that is not known.
     """
 
@@ -40,12 +43,8 @@ class Tried:
         """Of what was tried for a service; "" for nothing."""
         return self._keys.get(name, "")
 
-    def add(self, service: Service) -> None:
-        """It was tried, and what was there before serves on."""
-        try:
-            started = start_of(self._engines, service.name)
-        except DockerLostError:
-            started = None
+    def add(self, service: Service, started: str | None) -> None:
+        """It was tried, and what was there before serves on. `started` as in `Vain`."""
         self._keys[service.name] = service.key
         self._vain[service.name] = Vain(service, started, self._reloads(service))
 
@@ -67,8 +66,19 @@ class Tried:
             self._forget(service.name)
         return read
 
+    def is_started(self) -> bool:
+        """Whether anything that was tried in vain has containers that were started since.
+
+        Raises:
+            DockerLostError: Docker does not answer.
+        """
+        return any(self._is_started(vain) for vain in self._vain.values())
+
+    def _is_started(self, vain: Vain) -> bool:
+        return vain.started is not None and start_of(self._engines, vain.service.name) not in ("", vain.started)
+
     def _is_read(self, vain: Vain) -> bool:
-        if vain.started is not None and start_of(self._engines, vain.service.name) != vain.started:
+        if self._is_started(vain):
             return True
         now = self._reloads(vain.service)
         return vain.reloads is not None and now is not None and now > vain.reloads
@@ -85,12 +95,13 @@ class Tried:
 
 
 def start_of(engines: Engines, name: str) -> str:
-    """When the containers of a service were started; "" where there is none.
+    """When the containers of a service were started, those that ever were; "" where there is none.
 
     Raises:
         DockerLostError: Docker does not answer.
     """
     try:
-        return " ".join(one.attrs["State"]["StartedAt"] for one in engines.containers(name))
+        starts = [one.attrs["State"]["StartedAt"] for one in engines.containers(name)]
     except ServiceError:
         return ""
+    return " ".join(start for start in starts if not start.startswith(NEVER))

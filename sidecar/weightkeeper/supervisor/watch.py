@@ -7,7 +7,7 @@ periodic look bounds the delay.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,11 +51,16 @@ class Timing:
 
 
 class Watch:
-    """The files that take part, and what they held when their last change was told."""
+    """The files that take part, and what they held when their last change was told.
 
-    def __init__(self, timing: Timing, stop: Stop) -> None:
+    Args:
+        is_wanted: asked at looks that find no change; where it is so, a change of no file is told.
+    """
+
+    def __init__(self, timing: Timing, stop: Stop, is_wanted: Callable[[], bool] = lambda: False) -> None:
         self._timing = timing
         self._stop = stop
+        self._is_wanted = is_wanted
         self._known: dict[Path, str] = {}
         self._is_polling = timing.is_polling
         self._check_seconds = timing.check
@@ -85,6 +90,8 @@ class Watch:
                 for _ in wakes:
                     if self.has_changed() and (changed := self.settle()):
                         yield changed
+                    elif self._is_wanted():
+                        yield frozenset()
                     if self._directories() != directories:
                         break  # a file takes part that did not, a link leads elsewhere, a directory came back
 
