@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from recovery_runs import ENVIRONMENT, ForkedAgent, Standin, standin
 
+from weightkeeper.cli import program
 from weightkeeper.errors import AnswerCutError, ConfigError, LedgerError, NoAnswerError
 from weightkeeper.recovery import agent
 from weightkeeper.recovery.answers import Answer, checked
@@ -143,6 +145,25 @@ def test_a_job_goes_on_with_the_numbers_it_was_begun_with(server, tmp_path):
     agent.run(settings_of(server, tmp_path))
     with pytest.raises(ConfigError, match="the job inventory was begun with 8 steps of 8 tokens, not 9 of 8"):
         agent.run(settings_of(server, tmp_path, steps=9))
+
+
+def test_a_directory_that_cannot_be_used_is_named(server, tmp_path):
+    """A file in its place, and files that are no databases: an error with the remedy, and nothing is asked."""
+    (tmp_path / "file").touch()
+    for name in (agent.STATE_FILE, agent.LEDGER_FILE):
+        directory = tmp_path / f"with {name}"
+        directory.mkdir()
+        (directory / name).write_bytes(b"no database" * 1000)
+    asked = len(server.asked())
+    for directory, text in (
+        (tmp_path / "file", "file: File exists; what is done so far is kept"),
+        (tmp_path / f"with {agent.STATE_FILE}", f"{agent.STATE_FILE}: file is not a database; give a directory that"),
+        (tmp_path / f"with {agent.LEDGER_FILE}", f"{agent.LEDGER_FILE}: file is not a database; give a directory that"),
+    ):
+        command = ["recovery", "agent", "--directory", str(directory), "--url", server.url, "--model", "local"]
+        done = CliRunner().invoke(program, command)
+        assert isinstance(done.exception, ConfigError) and text in str(done.exception)
+    assert len(server.asked()) == asked
 
 
 def test_two_agents_never_work_on_one_job(server, tmp_path):

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from recovery_runs import ENVIRONMENT
 
+from weightkeeper.cli import program
+from weightkeeper.errors import ConfigError
 from weightkeeper.recovery import plots, report, result
 from weightkeeper.recovery.check import Pause, Verdict
 from weightkeeper.recovery.result import FORMAT, Level, Memory, Moment, Run, Sample, Scenario, Skipped
@@ -124,6 +127,30 @@ def test_a_result_without_samples_has_a_page(run):
     """An interrupted run can be looked at, too."""
     page = report.page(join([msgspec.structs.replace(run, samples=(), scenarios=(), reference=None, control=None)]))
     assert "Not enough samples came out right to compare anything." in page
+    assert page.count("<figure>") == 0
+
+
+def test_the_headline_counts_both_medians(run):
+    """A part more has more samples of the baseline alone."""
+    disk = tuple(one for one in run.samples if one.scenario == "disk")
+    more = msgspec.structs.replace(run, id="part2", samples=disk)
+    assert report.headline(join([run, more])).endswith("medians of 3 and 6 interruption(s).")
+
+
+def test_a_page_takes_no_run_s_place(run, tmp_path):
+    """Whatever is said with -o, what was measured stays."""
+    file = tmp_path / "run.json"
+    result.write(file, run)
+    link = tmp_path / "page.html"
+    link.symlink_to(file)
+    before = file.read_bytes()
+    for target, text in (
+        (file, "is the name of a run"), (link, "is the name of a run"), (tmp_path, "is a directory"),
+        (tmp_path / "none" / "page.html", "its directory is not there"), (Path("/proc/page.html"), "/proc/page.html: "),
+    ):  # fmt: skip
+        done = CliRunner().invoke(program, ["recovery", "report", str(file), "-o", str(target)])
+        assert isinstance(done.exception, ConfigError) and text in str(done.exception)
+    assert file.read_bytes() == before
 
 
 def test_scenarios_are_in_order(joined):

@@ -52,6 +52,8 @@ def run(
 
     if has_agent:
         given.check_agent_packages()
+    if restart_docker and not project:
+        raise ConfigError("--restart-docker: containers are restarted with it; give --project, or leave it out")
     if project and plan["together"]:
         raise ConfigError("--together: all containers of a --project are up before its engine is lost; leave it out")
     known = scenarios.ALL if project is None else composed_scenarios.ALL
@@ -71,11 +73,11 @@ def run(
         tuple(server.split()) if server else bench.SERVER, application, has_agent=has_agent,
     )  # fmt: skip
     load_s = load_s if load_s is not None else given.LOAD_SECONDS if has_agent else 0.0
-    given.check_writable(file)
+    given.check_writable("--json", file)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     opened = composed.open_bench(project, settings, restart_docker) if project else bench.Bench(settings)
-    with contextlib.closing(opened) as stand, quiet_end():
+    with given.disk_faults(settings.out), contextlib.closing(opened) as stand, quiet_end():
         click.echo(f"recovery: result in {file}, logs in {settings.out}", err=True)
         command = ("weightkeeper", *sys.argv[1:])
         planned = Plan(file=file, command=command, loaded=after, load_s=load_s, **plan)
@@ -107,8 +109,10 @@ def report(files: tuple[Path, ...], page: Path) -> None:
     with needs("report"):
         from weightkeeper.recovery import report, result, summary, table
 
+    given.check_page(page, files)
     joined = summary.join([result.read(file) for file in files])
-    report.write(page, report.page(joined))
+    with given.disk_faults(page):
+        report.write(page, report.page(joined))
     click.echo("\n".join(table.lines(joined)))
     click.echo(f"\nwritten: {page}", err=True)
 
@@ -142,4 +146,5 @@ def agent(wrong: bool, **options) -> None:
     with needs("recovery"):
         from weightkeeper.recovery import agent, wrong_agent
 
-    (wrong_agent if wrong else agent).run(agent.Settings(**options))
+    with given.disk_faults(options["directory"]):
+        (wrong_agent if wrong else agent).run(agent.Settings(**options))

@@ -1,8 +1,11 @@
 """Options of the recovery commands, and what they come to."""
 
+import contextlib
+import errno
 import importlib.util
-import os
-from collections.abc import Callable, Collection, Sequence
+import sqlite3
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,10 @@ LOAD_SECONDS = 60.0
 """Of throughput, and as many for comparison, where nothing else is said and an agent works."""
 
 AGENT_PACKAGES = ("openai", "tenacity")
+
+DISK_FAULTS = (
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EIO, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+)  # fmt: skip
 
 NOT_TAKEN = ("model", "host", "port", "uds", "load-format", "model-loader-extra-config", "served-model-name")
 """Of a config file: the benchmark has its own."""
@@ -98,7 +105,11 @@ def check_names(option: str, asked: Collection[str], known: Sequence[Any]) -> No
 
 
 def names_of(text: str | None) -> frozenset[str] | None:
-    return None if text is None else frozenset(name.strip() for name in text.split(","))
+    if text is None:
+        return None
+    if not (names := frozenset(name.strip() for name in text.split(",")) - {""}):
+        raise ConfigError("no name of a scenario is given; leave the option out for all of them")
+    return names
 
 
 def model_and_options(
@@ -106,7 +117,7 @@ def model_and_options(
 ) -> tuple[Path, dict[str, Any]]:
     """The checkpoint, and vLLM's options for all engines."""
     values = engine_config.read(config) if config else {}
-    if model is None and "model" not in values:
+    if model is None and not values.get("model"):
         raise ConfigError("which model? Give --model PATH, or --config with vLLM's config file")
     path = model or Path(str(values["model"]))
     found = {name: value for name, value in values.items() if name not in NOT_TAKEN}
@@ -133,7 +144,36 @@ def check_agent_packages() -> None:
         )
 
 
-def check_writable(file: Path) -> None:
-    """Find out before hours of measuring that the result has no place."""
-    if not os.access(file.resolve().parent, os.W_OK):
-        raise ConfigError(f"{file}: its directory is not there, or may not be written; give another --json")
+def check_writable(option: str, file: Path) -> None:
+    """Find out before hours of measuring that a file has no place."""
+    directory = file.resolve().parent
+    if file.is_dir():
+        raise ConfigError(f"{option} {file}: is a directory; give a file")
+    if not directory.is_dir():
+        raise ConfigError(f"{option} {file}: its directory is not there; make it, or give another {option}")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {file}: {error.strerror} in its directory; give another {option}") from error
+
+
+def check_page(page: Path, runs: Sequence[Path]) -> None:
+    """Find out whether a page has a place, and takes none of a run."""
+    check_writable("-o", page)
+    if page.suffix == ".json" or any(page.exists() and run.exists() and page.samefile(run) for run in runs):
+        raise ConfigError(f"-o {page}: is the name of a run, and the page is HTML; give another one, such as run.html")
+
+
+@contextlib.contextmanager
+def disk_faults(place: Path) -> Iterator[None]:
+    """Tell what a disk refuses while work goes on, as an error with the place and the remedy."""
+    remedy = "what is done so far is kept; make room, or give another place"
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise ConfigError(f"{place}: {error}; {remedy}") from error
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            raise
+        raise ConfigError(f"{error.filename or place}: {error.strerror}; {remedy}") from error

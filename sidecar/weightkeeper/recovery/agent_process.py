@@ -61,7 +61,10 @@ class AgentProcess:
             if self._process.poll() is not None and not condition():
                 raise ServerStartError(f"the agent ended with exit code {self._process.returncode}:\n{self._tail()}")
             if time.monotonic() > deadline:
-                raise ServerStartError(f"the agent has not {what} after {seconds:.0f} s:\n{self._tail()}")
+                raise ServerStartError(
+                    f"the agent has not {what} after {seconds:.0f} s; a slow engine needs fewer --steps or --tokens"
+                    f"\n{self._tail()}".rstrip()
+                )
             time.sleep(LOOK_SECONDS)
 
     def wait(self, seconds: float) -> None:
@@ -70,7 +73,7 @@ class AgentProcess:
         Raises:
             ServerStartError: it is none, or time is over.
         """
-        self.wait_for(lambda: self._process.poll() == 0, "finished its job", seconds)
+        self.wait_for(lambda: self._process.poll() == 0, f"finished its job of {self._settings.steps} steps", seconds)
 
     def check(self, reference: Job) -> Verdict:
         return check(self.job(), self.effects(), reference)

@@ -16,6 +16,7 @@ import yaml
 
 from weightkeeper import savings
 from weightkeeper.checkpoint import open_checkpoint
+from weightkeeper.errors import ConfigError
 from weightkeeper.recovery import agent_settings, gpu, processes
 from weightkeeper.recovery.agent_process import AgentProcess
 from weightkeeper.recovery.engine import PLAIN, Engine
@@ -28,7 +29,10 @@ from weightkeeper.recovery.result import Held
 SERVER = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 MODEL_NAME = "local"
 AGENT_SECONDS = 300.0
-"""For the agent to do its job once the engine is back, whatever the model's speed."""
+"""At least, for the agent to do its job once the engine is back."""
+
+TOKEN_SECONDS = 0.5
+"""For each token of its job: a large model on a busy CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Bench:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.checkpoint = open_checkpoint(settings.model)
+        make_directory(settings.out)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.gpus = gpu.Gpu.visible()
@@ -88,7 +93,6 @@ class Bench:
         options = settings.options | {"model": str(settings.model)}
         self.holding = Holding(options, settings.out, self._short, self.gpus, settings.limit_s)
         self._count = 0
-        settings.out.mkdir(parents=True, exist_ok=True)
         mark = os.environ[processes.MARK] = secrets.token_hex(8)
         self._guard = Guard(mark, self._short)
 
@@ -181,10 +185,14 @@ class Bench:
         shutil.rmtree(directory, ignore_errors=True)
         settings = agent_settings.Settings(
             directory, self.url, self.model_name, steps=self.settings.steps * times_steps, tokens=self.settings.tokens,
-            patience_s=self.settings.limit_s + AGENT_SECONDS,
+            patience_s=self.settings.limit_s + self.job_seconds(times_steps),
         )  # fmt: skip
         self.agent = AgentProcess(settings, wrong)
         return self.agent
+
+    def job_seconds(self, times_steps: int = 1) -> float:
+        """For the agent to do a job so many times as long as usual."""
+        return max(AGENT_SECONDS, TOKEN_SECONDS * self.settings.tokens * self.settings.steps * times_steps)
 
     def end_agent(self) -> None:
         one, self.agent = self.agent, None
@@ -218,6 +226,20 @@ class Bench:
     def _log(self, name: str) -> Path:
         self._count += 1
         return self.settings.out / f"{self._count:03}-{name}.log"
+
+
+def make_directory(path: Path) -> None:
+    """Make it, where it is not there, and see whether it can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}; give a directory that can be written") from error
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
 """The control of the check: the deliberately wrong agent is killed as any may be, and has to be found out."""
 
-from weightkeeper.recovery.bench import AGENT_SECONDS, Bench
+from weightkeeper.recovery.bench import Bench
 from weightkeeper.recovery.job_witness import moved
 from weightkeeper.recovery.result import Control
 from weightkeeper.recovery.state import Job
@@ -14,10 +14,11 @@ def caught(bench: Bench, reference: Job) -> Control:
     """
     agent = bench.new_agent("wrong", wrong=True)
     agent.start()
-    agent.wait_for(lambda: len(agent.effects()) >= max(1, bench.settings.steps // 3), "done a third", AGENT_SECONDS)
+    seconds = bench.job_seconds()
+    agent.wait_for(lambda: len(agent.effects()) >= max(1, bench.settings.steps // 3), "done a third", seconds)
     agent.kill()
     agent.start()
-    agent.wait(AGENT_SECONDS)
+    agent.wait(seconds)
     verdict = agent.check(reference)
     job = agent.job()
     bench.end_agent()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from weightkeeper.errors import ConfigError
-from weightkeeper.recovery.bench import AGENT_SECONDS, Bench
+from weightkeeper.recovery.bench import Bench
 from weightkeeper.recovery.check import Verdict
 from weightkeeper.recovery.engine import PLAIN
 from weightkeeper.recovery.holders import Daemon, Holder, Keeper
@@ -62,7 +62,7 @@ def reference(bench: Bench, longest: int) -> tuple[Job, Verdict]:
     for name, times in (("reference", longest), ("reference-again", 1)):
         agent = bench.new_agent(name, times_steps=times)
         agent.start()
-        agent.wait(AGENT_SECONDS)
+        agent.wait(bench.job_seconds(times))
         jobs.append(agent.job())
         verdict = agent.check(jobs[0])
     if not verdict.passed:

@@ -6,7 +6,7 @@ import msgspec
 
 from weightkeeper.errors import ServerStartError
 from weightkeeper.recovery.agent_process import AgentProcess
-from weightkeeper.recovery.bench import AGENT_SECONDS, Bench
+from weightkeeper.recovery.bench import Bench
 from weightkeeper.recovery.check import Verdict
 from weightkeeper.recovery.result import Moment, Sample, rounded
 from weightkeeper.recovery.state import Event, Job
@@ -31,12 +31,14 @@ class JobWitness(Witness):
         self._bench = bench
         self._reference = reference
         self._answers = {step.number: step.answer for step in reference.steps}
+        self._job_seconds = bench.job_seconds()
 
     def begin(self, name: str, times_steps: int) -> None:
         agent = self._bench.new_agent(name, times_steps=times_steps)
         agent.start()
+        self._job_seconds = self._bench.job_seconds(times_steps)
         before = max(1, self._bench.settings.steps // DONE_BEFORE)
-        agent.wait_for(lambda: _answered(agent) >= before, f"done {before} steps", AGENT_SECONDS)
+        agent.wait_for(lambda: _answered(agent) >= before, f"done {before} steps", self._job_seconds)
 
     def back(self, gone: float) -> tuple[float, float | None]:
         agent = self._bench.agent
@@ -45,12 +47,12 @@ class JobWitness(Witness):
             job = agent.job()
             return [(event.at, event.step) for event in job.events if event.kind == "answered" and event.at > gone]
 
-        seconds = self._bench.settings.limit_s + AGENT_SECONDS
+        seconds = self._bench.settings.limit_s + self._job_seconds
         agent.wait_for(lambda: bool(found()) or agent.job().finished, "had an answer of the new engine", seconds)
         if not found():
             raise ServerStartError("the agent had done its job before the old engine was gone; give it more --steps")
-        agent.wait_for(lambda: agent.job().finished, "finished its job", AGENT_SECONDS)
-        agent.wait(AGENT_SECONDS)
+        agent.wait_for(lambda: agent.job().finished, "finished its job", self._job_seconds)
+        agent.wait(self._job_seconds)
         given = {step.number: step.answer for step in agent.job().steps}
         answers = found()
         right = (at for at, step in answers if given[step] == self._answers[step])

@@ -3,7 +3,6 @@
 It stands for a payment, a mail, a ticket. Each call is kept; a call with an idempotency key has its effect once.
 """
 
-import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from weightkeeper.errors import LedgerError
+from weightkeeper.recovery.database import open_database
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS effects (id INTEGER PRIMARY KEY, key TEXT UNIQUE, job TEXT NOT NULL, step INTEGER NOT NULL,
@@ -34,10 +34,7 @@ class Ledger:
 
     def __init__(self, path: Path):
         self._path = path
-        self._database = sqlite3.connect(path, timeout=30.0, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=FULL")
-        self._database.executescript(_TABLES)
+        self._database = open_database(path, _TABLES)
 
     def record(self, job: str, step: int, body: str, key: str | None) -> bool:
         """Have an effect; it is on the disk when this returns.

@@ -9,6 +9,10 @@ CHUNK_BYTES = 16 * 1024 * 1024
 SPEED_BYTES = 2_000_000_000
 """Read at most for one speed."""
 
+TRIES = 10
+PAUSE_SECONDS = 0.02
+"""Between tries: pages stay for a moment after they were written or read."""
+
 _LOOKS = 64
 
 
@@ -18,11 +22,16 @@ def drop(files: Sequence[Path]) -> float | None:
     Returns:
         The share of them that is still there, or None where the file system does not tell.
     """
-    for file in files:
-        with file.open("rb") as stream:
-            os.fdatasync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return cached_share(files)
+    for number in range(TRIES):
+        if number:
+            time.sleep(PAUSE_SECONDS)
+        for file in files:
+            with file.open("rb") as stream:
+                os.fdatasync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if not (left := cached_share(files)):
+            break
+    return left
 
 
 def cached_share(files: Sequence[Path]) -> float | None:

@@ -90,6 +90,8 @@ class Project:
                 text=True, errors="replace", timeout=seconds, check=False,
             )  # fmt: skip
         except FileNotFoundError as error:
+            if not self.directory.is_dir():
+                raise ServerStartError(f"--project {self.directory}: there is no such directory") from error
             raise ServerStartError("there is no `docker` program here; leave --project out") from error
         except NotADirectoryError as error:
             raise ServerStartError(f"{self.directory}: no directory") from error

@@ -12,6 +12,8 @@ from weightkeeper.recovery.summary import MEASURES, Result, ratio, unfinished
 
 TEMPLATE = "page.html.j2"
 
+PLOTS = ("samples", "phases", "timeline", "memory", "throughput")
+
 
 def page(result: Result) -> str:
     """The whole page as HTML."""
@@ -23,9 +25,7 @@ def page(result: Result) -> str:
         run=result.runs[0],
         headline=headline(result),
         machine=machine.said(result.runs[0].machine),
-        plots={
-            name: getattr(plots, name)(result) for name in ("samples", "phases", "timeline", "memory", "throughput")
-        },
+        plots={name: getattr(plots, name)(result) for name in (PLOTS if result.samples else ("throughput",))},
         tables=rows.tables(result),
         holders_note=rows.holders_note(result),
         faults=[one.sample for one in result.samples if one.sample.outcome != "right"],
@@ -53,7 +53,7 @@ def headline(result: Result) -> str:
     measure = MEASURES["interruption" if has_agent else "first right completion"]
     base = result.held(result.baseline, measure)
     medians = {
-        each.name: (found.median, each.title)
+        each.name: (found.median, each.title, found.count)
         for each in result.scenarios
         if each.is_start and each.name != result.baseline and (found := result.held(each.name, measure))
     }
@@ -63,7 +63,9 @@ def headline(result: Result) -> str:
     faster = ratio(result.samples, name, result.baseline, measure)
     times = f", {faster.median:.1f} times {'shorter' if has_agent else 'faster'}" if faster else ""
     what = "An agent whose engine was lost went on" if has_agent else "A lost engine answered rightly again"
-    of = f"{base.count} interruption(s)" + ("" if has_agent else "; no agent worked meanwhile")
+    count = medians[name][2]
+    counts = f"{count}" if count == base.count else f"{count} and {base.count}"
+    of = f"{counts} interruption(s)" + ("" if has_agent else "; no agent worked meanwhile")
     return (
         f"{what} after {medians[name][0]:.2f} s ({medians[name][1]}) instead of {base.median:.2f} s "
         f"({result.baseline}){times}; medians of {of}."

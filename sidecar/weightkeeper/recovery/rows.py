@@ -58,7 +58,9 @@ def agent_rows(result: Result) -> list[list[str]]:
 
 def memory_rows(result: Result) -> list[list[str]]:
     """Medians of memory, and throughput."""
-    rows = [["scenario", "all holders", "engine", "peak", "tokens/s first minute", "steady"]]
+    lengths = {f"{each.throughput.minute_s:.0f} s" for each in result.scenarios if each.throughput}
+    first = f"tokens/s first {' or '.join(sorted(lengths)) or 'seconds'}"
+    rows = [["scenario", "all holders", "engine", "peak", first, "steady"]]
     for each in result.scenarios:
         memories = [one.sample.memory for one in result.of(each.name) if one.sample.memory]
         load = each.throughput

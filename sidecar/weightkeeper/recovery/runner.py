@@ -59,6 +59,11 @@ class Runner:
                 "start beside the first engine; leave it out, or add one of --scenarios mapped, reload, ipc_cache"
             )
         skipped = [Skipped(one.name, one.title, missing[one.name]) for one in scenarios if missing[one.name]]
+        if skipped and [one.name for one in self._scenarios] == [BASELINE]:
+            told = "; ".join(f"{one.name}: {one.reason}" for one in skipped)
+            raise ConfigError(f"--scenarios: none of them can be measured here: {told}")
+        for one in skipped:
+            say(f"left out: {one.name}: {one.reason}")
         skipped += [Skipped(one.name, one.title, "was not asked for") for one in others]
         self.run = self._first(tuple(skipped))
 
@@ -101,7 +106,9 @@ class Runner:
         if not settings.has_agent:
             self._witness = CompletionWitness(bench.port, bench.model_name, settings.tokens, settings.limit_s)
             return
-        job, verdict = first_starts.reference(bench, max(one.times_steps for one in self._scenarios))
+        longest = max(one.times_steps for one in self._scenarios)
+        self._say(f"the agent does its job of {settings.steps * longest} steps without an interruption, and once more")
+        job, verdict = first_starts.reference(bench, longest)
         self._witness = JobWitness(bench, job)
         self._keep(reference=verdict)
         self._say(f"a step of the agent takes {verdict.usual:.2f} s")

@@ -56,7 +56,7 @@ class _Taking:
         self._levels = Levels(bench.used_bytes, LOOK_SECONDS[where])
         since = self._since = time.monotonic()
         gone = self._scenario.interrupt(bench)
-        healthy = bench.wait_for_health()
+        healthy = max(gone, bench.wait_for_health())  # it may have been so all the time
         first, right = self._witness.back(gone)
         is_right, message = self._witness.judge()
         now = bench.used_bytes()

@@ -1,13 +1,12 @@
 """What the agent knows, in SQLite: jobs, steps, tries and idempotency keys. What is here survives any kill.
 
-Every method is one transaction that is on the disk when it returns (write-ahead log, `synchronous=FULL`).
+Every method is one transaction that is on the disk when it returns.
 """
 
 import contextlib
 import fcntl
 import os
 import secrets
-import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 
 from weightkeeper.errors import ConfigError
 from weightkeeper.recovery.answers import Answer
+from weightkeeper.recovery.database import open_database
 
 Kind = Literal["started", "resumed", "asked", "answered", "cut", "failed", "effect", "repeat", "finished"]
 """Of an event: an agent began a job, or went on with it; a request was sent; it was answered, cut short, or failed; a
@@ -68,10 +68,7 @@ class State:
 
     def __init__(self, path: Path):
         self.path = path
-        self._database = sqlite3.connect(path, timeout=30.0, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=FULL")
-        self._database.executescript(_TABLES)
+        self._database = open_database(path, _TABLES)
 
     def begin(self, job: str, steps: int, tokens: int) -> None:
         """Take up a job, new or begun.

@@ -113,7 +113,9 @@ def join(runs: Sequence[Run]) -> Result:
                 "`weightkeeper recovery compare` shows two results side by side"
             )
     if len({run.id for run in runs}) < len(runs):
-        raise ConfigError("the same run was given twice")
+        known = [run.id for run in runs]
+        twice = next(one for one in known if known.count(one) > 1)
+        raise ConfigError(f"the same run was given twice: {twice}; give each part once")
     scenarios: dict[str, Scenario] = {}
     for run in runs:
         for each in run.scenarios:
