@@ -1,5 +1,6 @@
 """The agent under test and the check on its work."""
 
+import errno
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from recovery_runs import ENVIRONMENT, ForkedAgent, Standin, standin
 
 from weightkeeper.cli import program
+from weightkeeper.commands.recovery_options import disk_faults
 from weightkeeper.errors import AnswerCutError, ConfigError, LedgerError, NoAnswerError
 from weightkeeper.recovery import agent
 from weightkeeper.recovery.answers import Answer, checked
@@ -164,6 +166,15 @@ def test_a_directory_that_cannot_be_used_is_named(server, tmp_path):
         done = CliRunner().invoke(program, command)
         assert isinstance(done.exception, ConfigError) and text in str(done.exception)
     assert len(server.asked()) == asked
+
+
+def test_a_refused_signal_is_no_fault_of_a_disk(tmp_path):
+    """Only what names a file, or can be of a disk alone, is told as one."""
+    with pytest.raises(PermissionError), disk_faults(tmp_path):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    for error in (PermissionError(errno.EPERM, "no", "a file"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        with pytest.raises(ConfigError, match="make room, or give another place"), disk_faults(tmp_path):
+            raise error
 
 
 def test_two_agents_never_work_on_one_job(server, tmp_path):

@@ -23,9 +23,9 @@ LOAD_SECONDS = 60.0
 
 AGENT_PACKAGES = ("openai", "tenacity")
 
-DISK_FAULTS = (
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EIO, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
-)  # fmt: skip
+DISK_FAULTS = (errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EROFS)
+FILE_FAULTS = (errno.EACCES, errno.EEXIST, errno.ENOTDIR, errno.EPERM)
+"""Of a file where one is named; a process that may not be signalled is refused in the same way."""
 
 NOT_TAKEN = ("model", "host", "port", "uds", "load-format", "model-loader-extra-config", "served-model-name")
 """Of a config file: the benchmark has its own."""
@@ -174,6 +174,6 @@ def disk_faults(place: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         raise ConfigError(f"{place}: {error}; {remedy}") from error
     except OSError as error:
-        if error.errno not in DISK_FAULTS:
+        if error.errno not in DISK_FAULTS and not (error.filename and error.errno in FILE_FAULTS):
             raise
         raise ConfigError(f"{error.filename or place}: {error.strerror}; {remedy}") from error
