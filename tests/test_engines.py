@@ -1,16 +1,13 @@
 """The Docker side without Docker: what its descriptions and events mean, and how a lost connection comes back."""
 
 import contextlib
-import fcntl
 import gc
 import http.server
 import json
 import logging
 import os
-import socket
 import socketserver
 import struct
-import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -223,17 +220,15 @@ leaks = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarn
 """The SDK does not close a socket that it could not connect."""
 
 
-def outstanding(connection: socket.socket) -> int:
-    """Bytes that the other side has not read yet."""
-    return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
-
-
 class Answers(http.server.BaseHTTPRequestHandler):
     """The smallest Docker: a version, a ping, and what a test says of the containers."""
 
     containers: list[dict[str, Any]] = []  # noqa: RUF012
     printed: list[tuple[int, bytes]] = []  # noqa: RUF012
     code = 0
+    started = 200
+    is_slow = False
+    most: int | None = None
 
     def do_GET(self) -> None:
         body: Any = {"ApiVersion": "1.41"}
@@ -251,7 +246,10 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def do_POST(self) -> None:
-        """A program in a container, which prints `printed` and ends with `code`."""
+        """A program in a container, which prints `printed` and ends with `code`.
+
+        A busy Docker sends headers and print together, a slow program's print comes later; `most` bytes of both come.
+        """
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.endswith("/exec"):
             raw = b'{"Id": "e"}'
@@ -262,15 +260,14 @@ class Answers(http.server.BaseHTTPRequestHandler):
             self.wfile.write(raw)
             return
         self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-Type", "application/vnd.docker.raw-stream")
-        self.end_headers()
-        deadline = time.monotonic() + 10
-        while outstanding(self.connection) and time.monotonic() < deadline:  # as Docker, which has to start it first
-            time.sleep(0.001)
+        parts = [struct.pack(">BxxxL", number, len(part)) + part for number, part in self.printed]
+        head = f"HTTP/1.1 {self.started} x\r\nContent-Type: application/vnd.docker.raw-stream\r\n\r\n".encode()
+        raw = (head + b"".join(parts))[: self.most]
+        first = len(head) if self.is_slow else len(raw)
         with contextlib.suppress(BrokenPipeError):  # the client may have had enough
-            for number, part in self.printed:
-                self.wfile.write(struct.pack(">BxxxL", number, len(part)) + part)
+            self.wfile.write(raw[:first])
+            time.sleep(0.05 if self.is_slow else 0.0)
+            self.wfile.write(raw[first:])
 
     def address_string(self) -> str:
         return "socket"
@@ -313,6 +310,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     one.stop()
     gc.collect()  # where `leaks` still holds
     Answers.containers, Answers.printed, Answers.code = [], [], 0
+    Answers.started, Answers.is_slow, Answers.most = 200, False, None
 
 
 @leaks
@@ -411,10 +409,29 @@ def run_inside(daemon: Daemon, *printed: tuple[int, bytes], code: int = 0) -> in
 
 
 @leaks
-def test_a_program_inside_says_what_it_printed_and_how_it_ended(daemon):
-    """Its two streams apart, each whole; what is no text is marked."""
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_program_inside_says_what_it_printed_and_how_it_ended(daemon, is_slow):
+    """Its two streams apart, each whole, also what came together with Docker's headers; what is no text is marked."""
+    Answers.is_slow = is_slow
     done = run_inside(daemon, (1, b"one "), (2, b"weightkeeper: no\n"), (1, b"two\xff"), code=2)
     assert done == inside.Done(2, "one two\ufffd", "weightkeeper: no\n")
+
+
+@leaks
+@pytest.mark.parametrize("cut", [3, 8, 11])
+def test_an_answer_that_ends_in_the_middle_is_docker_s_loss(daemon, cut):
+    """Neither a part's header nor its bytes are taken for the whole."""
+    Answers.most = len(b"HTTP/1.1 200 x\r\nContent-Type: application/vnd.docker.raw-stream\r\n\r\n") + cut
+    with pytest.raises(DockerLostError, match=r"Docker does not answer: .*IncompleteRead"):
+        run_inside(daemon, (1, b"whole"))
+
+
+@leaks
+def test_a_program_that_docker_does_not_start_is_refused_in_its_words(daemon):
+    """As where the container ended in between."""
+    Answers.started = 409
+    with pytest.raises(ServiceError, match=r"^Docker refused: "):
+        run_inside(daemon, (1, b"x"))
 
 
 @leaks

@@ -387,7 +387,8 @@ def test_the_tree_spares_who_has_got_the_pid_of_one_that_ended(monkeypatch, slee
 
 def test_a_zombie_that_the_server_leaves_does_not_have_the_tree_look_without_end():
     """Its end is seen once; as long as its parent did not ask for it, it would be seen again at each look."""
-    server = subprocess.Popen(["sh", "-c", "true & echo $!; exec sleep 100"], stdout=subprocess.PIPE, text=True)
+    code = "import os, time; child = os.fork(); child or os._exit(0); print(child, flush=True); time.sleep(100)"
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)  # a shell may ask
     try:
         child = int(server.stdout.readline())
         wait_for(lambda: processes.process(child).state == "Z", "zombie")

@@ -1,13 +1,17 @@
 """Runs a program of ours inside a container: from a container and from the host alike, no socket has to be shared."""
 
 import contextlib
+import struct
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import requests
+import urllib3
+from docker.errors import create_api_error_from_http_exception
 from docker.models.containers import Container
-from docker.utils.socket import STDERR, STDOUT, frames_iter
+from docker.utils.socket import STDERR, STDOUT
 
 from weightkeeper.errors import ServiceError, WeightkeeperError
 from weightkeeper.quantities import one_line
@@ -19,6 +23,9 @@ PREFIX = "weightkeeper: "
 
 MAX_OUTPUT_BYTES = 1024 * 1024
 """On both streams together. A status is some kilobytes."""
+
+HEADER = struct.Struct(">BxxxL")
+"""Of a part of what a program printed: its stream, and its bytes."""
 
 CONFIG_CODE = 2
 """Exit code of our programs for a setting that cannot be used."""
@@ -66,7 +73,7 @@ def run(container: Container, command: Sequence[str], limit_s: float, stop: Stop
     def work() -> None:
         try:
             with docker_answers():
-                results.append(_run(container, list(command)))
+                results.append(_run(container, list(command), limit_s))
         except WeightkeeperError as error:
             errors.append(error)
 
@@ -82,21 +89,41 @@ def run(container: Container, command: Sequence[str], limit_s: float, stop: Stop
     return results[0] if results else None
 
 
-def _run(container: Container, command: list[str]) -> Done:
+def _run(container: Container, command: list[str], limit_s: float) -> Done:
     api = container.client.api
-    created = api.exec_create(container.id, command)
+    number = api.exec_create(container.id, command)["Id"]
     shown = " ".join(command)
     said = {STDOUT: bytearray(), STDERR: bytearray()}
-    with contextlib.closing(api.exec_start(created["Id"], socket=True)) as stream:
-        for number, part in frames_iter(stream, tty=False):
-            if number not in said:
-                raise ServiceError(f"{container.name}: Docker's answer to `{shown}` cannot be read: stream {number}")
-            if sum(map(len, said.values())) + len(part) > MAX_OUTPUT_BYTES:
+    # Not the SDK's exec_start: it reads from the bare socket and loses what came together with the headers.
+    url = f"{api.base_url}/v{api.api_version}/exec/{number}/start"
+    answer = api.post(url, json={"Detach": False, "Tty": False}, stream=True, timeout=limit_s)
+    with contextlib.closing(answer):
+        _check(answer)
+        while head := _read(answer, HEADER.size, may_end=True):
+            stream, length = HEADER.unpack(head)
+            if stream not in said:
+                raise ServiceError(f"{container.name}: Docker's answer to `{shown}` cannot be read: stream {stream}")
+            if sum(map(len, said.values())) + length > MAX_OUTPUT_BYTES:
                 raise ServiceError(
                     f"{container.name}: `{shown}` printed over {MAX_OUTPUT_BYTES} bytes; "
                     "does the container hold another program under this name?"
                 )
-            said[number] += part
-    code = api.exec_inspect(created["Id"])["ExitCode"]
+            said[stream] += _read(answer, length)
+    code = api.exec_inspect(number)["ExitCode"]
     texts = [part.decode("utf-8", "replace") for part in said.values()]
     return Done(126 if code is None else code, *texts)
+
+
+def _check(answer: requests.Response) -> None:
+    try:
+        answer.raise_for_status()
+    except requests.HTTPError as error:
+        raise create_api_error_from_http_exception(error) from error
+
+
+def _read(answer: requests.Response, size: int, *, may_end: bool = False) -> bytes:
+    """So many bytes of an answer, or none where it may end here."""
+    data = answer.raw.read(size)
+    if len(data) < size and not (may_end and not data):
+        raise urllib3.exceptions.IncompleteRead(len(data), size - len(data))
+    return data
