@@ -18,7 +18,8 @@ from weightkeeper.capture import pack
 from weightkeeper.errors import MemoryKindError
 from weightkeeper.layout import Layout, Tensor
 from weightkeeper.memory import cuda_vmm
-from weightkeeper.memory.cuda_vmm import CudaMemory, Driver
+from weightkeeper.memory.cuda_driver import Driver
+from weightkeeper.memory.cuda_vmm import CudaMemory
 from weightkeeper.offering import Source
 from weightkeeper.protocol import Publish
 from weightkeeper.restore import bind

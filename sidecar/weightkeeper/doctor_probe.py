@@ -10,7 +10,7 @@ from typing import Any
 from weightkeeper import nvml
 from weightkeeper.errors import MemoryKindError
 from weightkeeper.memory.cuda_devices import devices
-from weightkeeper.memory.cuda_vmm import bindings, call
+from weightkeeper.memory.cuda_driver import bindings, call
 
 SMI_SECONDS = 10
 _SMI = ("nvidia-smi", "--query-gpu=uuid,mig.mode.current,persistence_mode,driver_version", "--format=csv,noheader")

@@ -47,7 +47,8 @@ class Place:
             self.memory = HostMemory()
             self._driver = None
         else:
-            from weightkeeper.memory.cuda_vmm import CudaMemory, open_driver
+            from weightkeeper.memory.cuda_driver import open_driver
+            from weightkeeper.memory.cuda_vmm import CudaMemory
 
             self._driver = open_driver(ordinal)
             self._driver.make_current()

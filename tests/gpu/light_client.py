@@ -37,7 +37,8 @@ class Cuda:
     def __init__(self) -> None:
         from cuda.bindings import driver as api
 
-        from weightkeeper.memory.cuda_vmm import CudaMemory, Driver
+        from weightkeeper.memory.cuda_driver import Driver
+        from weightkeeper.memory.cuda_vmm import CudaMemory
 
         self._api = api
         driver = Driver(api, 0)

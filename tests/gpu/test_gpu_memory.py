@@ -26,7 +26,7 @@ from weightkeeper.capture import pack  # noqa: E402
 from weightkeeper.digest import digest  # noqa: E402
 from weightkeeper.doctor_report import Report  # noqa: E402
 from weightkeeper.errors import MemoryKindError  # noqa: E402
-from weightkeeper.memory import cuda_devices, cuda_vmm  # noqa: E402
+from weightkeeper.memory import cuda_devices, cuda_driver, cuda_vmm  # noqa: E402
 from weightkeeper.memory.cuda_vmm import CudaMemory  # noqa: E402
 from weightkeeper.memory.sameness import is_same  # noqa: E402
 from weightkeeper.restore import bind  # noqa: E402
@@ -57,7 +57,7 @@ def driver(visible, monkeypatch):
     """The first GPU, with torch's context current and segments of 8 MiB."""
     torch.cuda.set_device(0)
     torch.empty(1, device="cuda:0")
-    found = cuda_vmm.open_driver(0)
+    found = cuda_driver.open_driver(0)
     monkeypatch.setattr(cuda_vmm, "SEGMENT_BYTES", 4 * found.granularity)
     return found
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from weightkeeper.errors import MemoryKindError
-from weightkeeper.memory.cuda_vmm import bindings, call, gpu_uuid
+from weightkeeper.memory.cuda_driver import bindings, call, gpu_uuid
 
 _NAME_BYTES = 256
 
