@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from pathlib import Path
@@ -665,9 +666,14 @@ def test_mapped_weights_are_told_from_others(core, config, gpu):
 
 
 def test_the_drivers_version_is_read_from_the_kernel(tmp_path, monkeypatch):
-    """And where neither it nor NVML tells, the size is not used."""
+    """Else from NVML; and where neither tells, the size is not used."""
     from weightkeeper import vllm_kv_size
 
+    ended = []
+    library = SimpleNamespace(
+        NVMLError=OSError, nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: b"590.2",
+        nvmlShutdown=lambda: ended.append(True),
+    )  # fmt: skip
     file = tmp_path / "version"
     monkeypatch.setattr(vllm_kv_size, "_DRIVER", file)
     file.write_text(
@@ -675,6 +681,12 @@ def test_the_drivers_version_is_read_from_the_kernel(tmp_path, monkeypatch):
     )
     assert vllm_kv_size.driver_version() == "580.159.04"
     file.unlink()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "pynvml", library)
+        assert (vllm_kv_size.driver_version(), ended) == ("590.2", [True])
+        library.nvmlSystemGetDriverVersion = lambda: (_ for _ in ()).throw(OSError("GPU is lost"))
+        with pytest.raises(RuntimeError, match="the driver's version cannot be told: GPU is lost"):
+            vllm_kv_size.driver_version()
     with pytest.raises(RuntimeError, match="the driver's version cannot be told"):
         vllm_kv_size.driver_version()
 

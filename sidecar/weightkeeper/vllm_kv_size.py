@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm import envs
 
-from weightkeeper import __version__, vllm_api
+from weightkeeper import __version__, nvml, vllm_api
 from weightkeeper.kv_size import KvSize
 from weightkeeper.mapped_loader import MappedLoader
 
@@ -103,17 +103,14 @@ def driver_version() -> str:
             return found[0]
     except OSError:
         pass
-    from vllm.utils.import_utils import import_pynvml
-
-    nvml = import_pynvml()
+    if (bindings := nvml.bindings()) is None:
+        raise RuntimeError(f"the driver's version cannot be told: {_DRIVER} does not say it, and NVML is not there")
     try:
-        nvml.nvmlInit()
-        try:
-            return str(nvml.nvmlSystemGetDriverVersion())
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError as error:
+        return nvml.text(bindings.nvmlSystemGetDriverVersion())
+    except bindings.NVMLError as error:
         raise RuntimeError(f"the driver's version cannot be told: {error}") from error
+    finally:
+        bindings.nvmlShutdown()
 
 
 def _stamps(checkpoint: str) -> str:
