@@ -237,10 +237,10 @@ class Supervisor:
         if container in self._actor.followed:
             return
         if isinstance(fact, Recovery):
-            log.info("%s healthy %.1f s after it went down", fact.death.service, fact.seconds)
             outcome = Outcome("healthy", fact.seconds, "", container, container)
             put(self._history, "start", Action(fact.death.service, fact.death.cause), outcome)
+            log.info("%s healthy %.1f s after it went down", fact.death.service, fact.seconds)
         elif fact.is_told:
-            log.error("%s went down by itself: %s", fact.service, fact.cause)
             outcome = Outcome("exited", 0.0, "", container, container)
             put(self._history, "crash", Action(fact.service, fact.cause), outcome)
+            log.error("%s went down by itself: %s", fact.service, fact.cause)

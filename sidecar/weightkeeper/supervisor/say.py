@@ -20,11 +20,11 @@ LEVELS = {
 
 
 def tell(history: History, verb: str, action: Action, outcome: Outcome) -> None:
-    """Log an outcome and put it on record."""
+    """Put an outcome on record and log it: who has read the line finds the record."""
+    put(history, verb, action, outcome)
     level = LEVELS.get(outcome.result, logging.ERROR)
     is_noted = outcome.detail and outcome.result in ("healthy", "running")
     log.log(logging.WARNING if is_noted else level, "%s", said(verb, action.service, outcome))
-    put(history, verb, action, outcome)
 
 
 def put(history: History, verb: str, action: Action, outcome: Outcome) -> None:
