@@ -16,7 +16,8 @@ from typing import Any
 from weightkeeper import client
 from weightkeeper.errors import WeightkeeperError
 from weightkeeper.frames import Channel, Limits
-from weightkeeper.protocol import VERSION, FromKeeper, Hello, Status, Welcome
+from weightkeeper.protocol import VERSION, FromKeeper, Hello, Status, StatusRequest, Welcome
+from weightkeeper.sockets import control_path
 
 DEADLINE_SECONDS = 30.0
 LOADER = f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).with_name('publishing_loader.py')))}"
@@ -151,16 +152,18 @@ def descriptors_of(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def settled_descriptors(pid: int) -> int:
-    """How many descriptors a keeper has open when no loader runs and no connection is just closing."""
+def settled_descriptors(pid: int, socket_dir: str | os.PathLike[str]) -> int:
+    """How many descriptors a keeper has open when no loader runs, and every connection that was closed is gone."""
 
     def settled() -> int | None:
-        links = links_of(pid)
-        time.sleep(0.05)
-        is_settled = sorted(links) == sorted(links_of(pid)) and not any("pidfd" in link for link in links)
-        return len(links) if is_settled else None
+        with connected(control_path(socket_dir), "control") as channel:
+            for _ in range(3):  # a round of its loop each: it sees what was closed before, and closes its own end
+                channel.send(StatusRequest())
+                channel.receive()
+            links = links_of(pid)
+        return None if any("pidfd" in link for link in links) else len(links) - 1
 
-    return wait_for(settled, "no descriptors coming and going")
+    return wait_for(settled, "no loader")
 
 
 def as_user(uid: int, action: Callable[[], Any]) -> str:

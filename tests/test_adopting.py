@@ -429,7 +429,7 @@ def test_ten_keepers_one_after_the_other_leave_nothing_behind(stand):
             stand.replace(signal.SIGTERM if number % 3 == 2 else signal.SIGKILL)
             stand.adopted()
             assert stand.inodes() == {first.inode}
-            counts.add((settled_descriptors(stand.keeper.process.pid), first.descriptors()))
+            counts.add((settled_descriptors(stand.keeper.process.pid, stand.keeper.socket_dir), first.descriptors()))
         assert len(counts) == 1
         assert len(first.lines()) == 20
 
@@ -805,7 +805,7 @@ def test_what_is_not_what_the_keeper_before_held_is_refused(stand):
         with stopped(first):
             stand.replace()
             stand.keeper.wait_for_text("waiting 3600 s")
-            before = settled_descriptors(stand.keeper.process.pid)
+            before = settled_descriptors(stand.keeper.process.pid, stand.keeper.socket_dir)
             for changes, plan, error, words in HOSTILE.values():
                 with (
                     weights(0, **{"checkpoint": str(stand.model), "changes": {"mapped_at": 1.0} | changes} | plan) as (
@@ -821,7 +821,10 @@ def test_what_is_not_what_the_keeper_before_held_is_refused(stand):
             for each in pipe:
                 os.close(each)
             assert stand.keeper.status().loading.stage == WAITING
-            wait_for(lambda: settled_descriptors(stand.keeper.process.pid) == before, "descriptors as before")
+            wait_for(
+                lambda: settled_descriptors(stand.keeper.process.pid, stand.keeper.socket_dir) == before,
+                "descriptors as before",
+            )
         stand.adopted()
         assert stand.inodes() == {first.inode}
 
@@ -834,7 +837,7 @@ def test_an_offer_that_is_broken_off_leaves_nothing(stand):
         with stopped(first):
             stand.replace()
             stand.keeper.wait_for_text("waiting 3600 s")
-            before = settled_descriptors(stand.keeper.process.pid)
+            before = settled_descriptors(stand.keeper.process.pid, stand.keeper.socket_dir)
             plan = {"segments": 4, "nbytes": 4096, "checkpoint": str(stand.model), "changes": {"mapped_at": 1.0}}
             for count in range(4):
                 with (
@@ -844,7 +847,10 @@ def test_an_offer_that_is_broken_off_leaves_nothing(stand):
                     channel.send(message)
                     if count:
                         channel.send(Segments(0), descriptors[:count])
-            wait_for(lambda: settled_descriptors(stand.keeper.process.pid) == before, "descriptors as before")
+            wait_for(
+                lambda: settled_descriptors(stand.keeper.process.pid, stand.keeper.socket_dir) == before,
+                "descriptors as before",
+            )
             assert stand.inodes() == set()
         stand.adopted()
         assert first.inode in stand.inodes()

@@ -215,11 +215,11 @@ def test_fifty_engines_one_after_the_other_leave_nothing_behind(tmp_path):
                 served_byte(one.socket_dir)
             wait_for(lambda: len(one.status().leases) == 1, "the others' ends")
             memory = one.status().own_bytes
-            before = settled_descriptors(one.process.pid)
+            before = settled_descriptors(one.process.pid, one.socket_dir)
             for _ in range(50):
                 assert served_byte(one.socket_dir) == 7
             wait_for(lambda: len(one.status().leases) == 1, "the others' ends")
-            assert settled_descriptors(one.process.pid) == before
+            assert settled_descriptors(one.process.pid, one.socket_dir) == before
             assert one.status().own_bytes < memory + 1_000_000
             assert ctypes.string_at(region.address, 1) == b"\x07"
             region.close()
@@ -275,14 +275,14 @@ def test_released_weights_come_back_on_request(tmp_path):
     """Release, an engine's answer meanwhile, load, and it is as before."""
     with keeper(tmp_path) as one:
         one.wait_for_state("ready")
-        before = settled_descriptors(one.process.pid)
+        before = settled_descriptors(one.process.pid, one.socket_dir)
         for generation in range(2, 6):
             assert client.release(one.socket_dir) == f"generation {generation - 1}, 1.0 MB"
             with pytest.raises(NotLoadedError, match="the keeper holds no weights, they were released"):
                 client.open_session(one.socket_dir, "cpu-0")
             assert client.load(one.socket_dir) == "loading"
             assert one.wait_for_state("ready").held.generation == generation
-        assert settled_descriptors(one.process.pid) == before
+        assert settled_descriptors(one.process.pid, one.socket_dir) == before
 
 
 def test_copy_mode_gives_the_weights_back_with_the_last_lease(tmp_path):
@@ -685,11 +685,11 @@ def test_a_release_while_the_loader_ends_leaves_nothing(tmp_path):
     with keeper(tmp_path, linger=True, stop_at="published", fill=1) as one:
         wait_for(one.stopped.exists, "the loader at its stage")
         wait_for(lambda: one.status().loading.stage == "ending the loader", "the keeper waits for its end")
-        before = settled_descriptors(one.process.pid)
+        before = settled_descriptors(one.process.pid, one.socket_dir)
         client.release(one.socket_dir)
         assert one.wait_for_state("released").held is None
         assert not is_alive(int(one.stopped.read_text()))
-        assert settled_descriptors(one.process.pid) < before
+        assert settled_descriptors(one.process.pid, one.socket_dir) < before
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -10,7 +10,7 @@ import struct
 import threading
 
 import pytest
-from keepers import KeeperProcess, as_user, connected, keeper, settled_descriptors, wait_for
+from keepers import KeeperProcess, as_user, connected, descriptors_of, keeper, settled_descriptors, wait_for
 
 from weightkeeper import client
 from weightkeeper.errors import CacheUnusableError, LostError, RefusedError, WrongOwnerError
@@ -50,14 +50,14 @@ def one(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left(one):
     """After each attack: an honest engine is served, and descriptors and memory are as before."""
-    before = settled_descriptors(one.process.pid)
+    before = settled_descriptors(one.process.pid, one.socket_dir)
     yield
     with client.open_session(one.socket_dir, "cpu-0") as session:
         granted = session.map(FINGERPRINT, "zero_copy")
         assert len(granted.descriptors) == 1
         os.close(granted.descriptors[0])
     wait_for(lambda: one.status().leases == (), "the end of the honest engine's lease")
-    wait_for(lambda: settled_descriptors(one.process.pid) == before, "descriptors as before")
+    wait_for(lambda: settled_descriptors(one.process.pid, one.socket_dir) == before, "descriptors as before")
     assert one.status().own_bytes < 60_000_000
 
 
@@ -240,7 +240,7 @@ def test_a_thousand_silent_connections_keep_nobody_out(one, role):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    before = settled_descriptors(one.process.pid)
+    before = settled_descriptors(one.process.pid, one.socket_dir)
     silent, told = [], b""
     with contextlib.ExitStack() as crowd:
 
@@ -259,7 +259,7 @@ def test_a_thousand_silent_connections_keep_nobody_out(one, role):
         assert wait_for(answered, "an answer in the crowd")
         come(100)  # by now the first ones have been silent for long enough to go
         assert wait_for(answered, "an answer in the second crowd")
-        assert settled_descriptors(one.process.pid) <= before + 65
+        assert descriptors_of(one.process.pid) <= before + 65
         for connection in silent:
             with contextlib.suppress(OSError):
                 told += connection.recv(4096)

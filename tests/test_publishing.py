@@ -492,10 +492,10 @@ def test_fifty_publications_one_after_the_other_leave_nothing_behind(one):
 
     for number in range(5):
         cycle(number)
-    memory, before = one.status().own_bytes, settled_descriptors(one.process.pid)
+    memory, before = one.status().own_bytes, settled_descriptors(one.process.pid, one.socket_dir)
     for number in range(5, 55):
         cycle(number)
-    assert settled_descriptors(one.process.pid) == before
+    assert settled_descriptors(one.process.pid, one.socket_dir) == before
     assert memory_of(one) == 3
     assert one.status().own_bytes < memory + 1_000_000
     assert (one.status().releasing, one.status().leases) == ((), ())

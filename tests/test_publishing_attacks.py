@@ -10,7 +10,7 @@ import threading
 
 import msgspec
 import pytest
-from keepers import as_user, connected, keeper, settled_descriptors, wait_for
+from keepers import as_user, connected, descriptors_of, keeper, settled_descriptors, wait_for
 from publishing_engine import engine, publish, send_segments, weights
 
 from weightkeeper import client
@@ -51,11 +51,11 @@ def one(tmp_path_factory):
 def nothing_is_left(one):
     """After each attack: what was held is served, and descriptors and memory are as before."""
     wait_for(lambda: one.status().leases == (), "no lease")
-    before = settled_descriptors(one.process.pid)
+    before = settled_descriptors(one.process.pid, one.socket_dir)
     yield
     assert served(one)
     wait_for(lambda: one.status().leases == (), "the end of the honest engine's lease")
-    wait_for(lambda: settled_descriptors(one.process.pid) == before, "descriptors as before")
+    wait_for(lambda: settled_descriptors(one.process.pid, one.socket_dir) == before, "descriptors as before")
     state = one.status()
     assert (state.held.generation, state.held.devices, state.releasing) == (1, {"cpu-0": 1 << 20}, ())
     assert state.own_bytes < 60_000_000
@@ -285,13 +285,13 @@ def test_a_crowd_of_half_publishers_keeps_nobody_out(one):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    before = settled_descriptors(one.process.pid)
+    before = settled_descriptors(one.process.pid, one.socket_dir)
     with contextlib.ExitStack() as crowd:
         for _ in range(200):
             connection = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             connection.connect(f"{one.socket_dir}/publish.sock")
         assert served(one)
-        assert settled_descriptors(one.process.pid) <= before + 65
+        assert descriptors_of(one.process.pid) <= before + 65
 
         def taken():
             with contextlib.suppress(RefusedError):

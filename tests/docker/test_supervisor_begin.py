@@ -46,7 +46,7 @@ def test_what_was_tried_in_vain_is_not_tried_again_by_the_next_supervisor(prepar
     prepared.supervise()
     prepared.engine_yaml.write_text(ENGINE.replace("2048", "-1"))
     prepared.expect("engine goes on as it is: ")
-    assert "tried already" in prepared.weightkeeper("plan").stdout
+    until(lambda: "tried already" in prepared.weightkeeper("plan").stdout, "it is written down as tried")
     prepared.end()
     prepared.supervise()
     (prepared.directory / "engine.env").write_text("# other\nA=1\nB=2\n")

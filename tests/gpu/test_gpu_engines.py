@@ -312,7 +312,7 @@ class Flat:
     def __init__(self, keeper: Keeper, fleet: Fleet):
         fleet.settle()
         self._keeper = keeper
-        self._descriptors = settled_descriptors(keeper.process.pid)
+        self._descriptors = settled_descriptors(keeper.process.pid, keeper.sockets)
         self._own = resident_bytes(keeper.process.pid)
         self._leases = len(keeper.status().leases)
         self._used = used()
@@ -320,7 +320,7 @@ class Flat:
     def check(self) -> str:
         pid = self._keeper.process.pid
         wait_for(lambda: len(self._keeper.status().leases) == self._leases, "the leases' end")
-        assert settled_descriptors(pid) == self._descriptors
+        assert settled_descriptors(pid, self._keeper.sockets) == self._descriptors
         grown = resident_bytes(pid) - self._own
         assert grown < 4 * MIB
         if GPU:
@@ -391,7 +391,9 @@ def test_a_loader_killed_at_any_stage_leaves_nothing_half_published(models, flee
             left = wait_until_free(before)
             tell(f"{(left - before) / MIB:+.1f} MiB on the GPU after {len(STAGES)} killed loaders")
             assert left <= before + SLACK_BYTES
-        descriptors = {stage: settled_descriptors(keeper.process.pid) for stage, keeper in keepers.items()}
+        descriptors = {
+            stage: settled_descriptors(keeper.process.pid, keeper.sockets) for stage, keeper in keepers.items()
+        }
         assert len(set(descriptors.values())) == 1, descriptors
         for keeper in keepers.values():
             keeper.load()
