@@ -112,6 +112,10 @@ class LauncherProcess:
     def wait_for_text(self, text: str, count: int = 1) -> None:
         wait_for(lambda: self.text().count(text) >= count, f"{text!r} in the log:\n{self.text()}")
 
+    def wait_until_it_warms(self) -> None:
+        """The template, with STANDIN_WARM: the configuration has been read by then, of which no state tells."""
+        self.wait_for_text("the stand-in warms")
+
     def history(self) -> list[dict[str, Any]]:
         path = self.state_dir / "engine-e.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]

@@ -53,6 +53,7 @@ def warm(arguments: list[str]) -> None:
     elif how == "exit":
         os._exit(7)
     elif how:
+        print("the stand-in warms", file=sys.stderr, flush=True)
         time.sleep(float(how))
     WARMED.append(str(os.getpid()))
 

@@ -172,7 +172,7 @@ def test_a_check_that_fails_says_why_and_the_server_serves_on():
 def test_a_check_while_the_template_warms_is_answered_and_served_by_nobody():
     """The first server is of the file as it was read for it."""
     with launcher(variables={"STANDIN_WARM": "1.0"}, answer="first") as engine:
-        engine.wait_for_state("warming")
+        engine.wait_until_it_warms()
         with ThreadPoolExecutor(1) as asking:
             answer = asking.submit(client.check, engine.socket_dir, "e")
             assert answer.result() == "the configuration would be accepted"
@@ -353,7 +353,7 @@ def test_a_reload_while_a_server_starts_replaces_that_server():
 def test_a_reload_while_the_template_warms_is_answered_by_the_first_start():
     """There is nothing to replace yet; what is started is what the file says at the end."""
     with launcher(variables={"STANDIN_WARM": "1.0"}, answer="old") as engine:
-        engine.wait_for_state("warming")
+        engine.wait_until_it_warms()
         engine.edit(answer="new")
         engine.send(signal.SIGHUP)
         assert engine.ready(1)["answer"] == "new"

@@ -238,7 +238,7 @@ def test_a_directory_as_config_file_leaks_nothing(tmp_path):
 def test_a_bad_edit_while_the_template_warms_does_not_end_the_launcher():
     """What was read at first is served, and the refusal shown."""
     with launcher(variables={"STANDIN_WARM": "1.0"}, answer="first") as engine:
-        engine.wait_for_state("warming")
+        engine.wait_until_it_warms()
         engine.edit(refuse="no")
         engine.send(signal.SIGHUP)
         assert engine.ready()["answer"] == "first"
