@@ -23,7 +23,7 @@ from weightkeeper.launcher import client
 from weightkeeper.launcher.messages import EngineStatus
 from weightkeeper.launcher.processes import Process, process
 
-OPTIONS = ("--stop-grace", "5", "--health-interval", "0.3", "--restart-delay", "0.05", "--restart-delay-max", "0.2")
+OPTIONS = ("--stop-grace", "5", "--health-interval", "1", "--restart-delay", "0.05", "--restart-delay-max", "0.2")
 MARKER = "LAUNCHER_TEST"
 
 

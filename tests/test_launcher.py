@@ -262,7 +262,7 @@ def test_a_helper_that_ends_is_no_crash():
 def test_a_server_that_no_longer_answers_is_replaced(tmp_path):
     """After three failures in a row, though it lives."""
     hang = tmp_path / "hang"
-    with launcher(hang=str(hang)) as engine:
+    with launcher("--health-interval", "0.3", hang=str(hang)) as engine:
         facts = engine.ready()
         hang.touch()
         wait_for(is_gone(facts["pid"]), "the end of the silent server")
@@ -277,7 +277,7 @@ def test_a_server_that_starts_is_given_its_time(tmp_path):
     """Health counts from the first answer on, and one waiting connection is all that the launcher makes meanwhile."""
     hang = tmp_path / "hang"
     hang.touch()
-    with launcher(slow=1.5, hang=str(hang)) as engine:
+    with launcher("--health-interval", "0.3", slow=1.5, hang=str(hang)) as engine:
         starting = engine.wait_for_state("starting")
         pid = wait_for(lambda: starting.pid or engine.status().pid, "a server")
         wait_for(lambda: age(pid) > 1.2, "four intervals of health checks")

@@ -58,7 +58,7 @@ def test_an_address_that_is_none_is_refused_and_the_server_goes_on(line):
         engine.config.write_text(f"model: m\nport: {engine.port}\n{line}\n")
         with pytest.raises(ConfigError):
             client.reload(engine.socket_dir, "e")
-        assert engine.facts() == before
+        assert engine.facts() == before, engine.text()
 
 
 def limited(engine: LauncherProcess, number: int) -> None:

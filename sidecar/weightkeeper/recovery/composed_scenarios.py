@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 
 from weightkeeper.errors import ServerStartError
+from weightkeeper.launcher.messages import EngineStatus
 from weightkeeper.protocol import Status
 from weightkeeper.recovery import launched_scenarios, mapped_scenarios, processes, scenarios
 from weightkeeper.recovery.composed import ComposedBench, command_of
@@ -59,15 +60,21 @@ class Recreate(Composed):
 class Launched(Composed):
     """One that the launcher answers."""
 
+    times_steps = 2  # what is asked of a program in a container takes a second, on a busy machine more
+    _before: EngineStatus
+
     def missing(self, bench: ComposedBench) -> str:
         return "" if bench.engine.is_launched else "the engine of this project runs without our launcher"
 
-    def interrupt(self, bench: ComposedBench) -> float:
-        before = bench.engine.status()
-        self.ask(bench)
-        return bench.engine.replaced(before.generation, bench.settings.limit_s)
+    def prepare(self, bench: ComposedBench) -> None:
+        super().prepare(bench)
+        self._before = bench.engine.status()  # now, so that the agent does not finish its job while it is asked
 
-    def ask(self, bench: ComposedBench) -> None:
+    def interrupt(self, bench: ComposedBench) -> float:
+        self.ask(bench, self._before)
+        return bench.engine.replaced(self._before.generation, bench.settings.limit_s)
+
+    def ask(self, bench: ComposedBench, before: EngineStatus) -> None:
         raise NotImplementedError
 
 
@@ -76,7 +83,7 @@ class Reload(Launched):
     title = launched_scenarios.Reload.title
     description = launched_scenarios.Reload.description
 
-    def ask(self, bench: ComposedBench) -> None:
+    def ask(self, bench: ComposedBench, before: EngineStatus) -> None:
         bench.project.inside(ENGINE, "weightkeeper", "engine-reload", "--cause", "recovery benchmark")
 
 
@@ -85,8 +92,8 @@ class ServerCrash(Launched):
     title = launched_scenarios.ServerCrash.title
     description = launched_scenarios.ServerCrash.description
 
-    def ask(self, bench: ComposedBench) -> None:
-        kill(bench, ENGINE, bench.engine.status().pid)
+    def ask(self, bench: ComposedBench, before: EngineStatus) -> None:
+        kill(bench, ENGINE, before.pid)
 
 
 class CoreCrash(Launched):
@@ -94,8 +101,8 @@ class CoreCrash(Launched):
     title = launched_scenarios.CoreCrash.title
     description = launched_scenarios.CoreCrash.description
 
-    def ask(self, bench: ComposedBench) -> None:
-        names = bench.engine.status().processes
+    def ask(self, bench: ComposedBench, before: EngineStatus) -> None:
+        names = before.processes
         pid = next((pid for pid, name in names.items() if ENGINE_CORE.search(name)), None)
         if pid is None:
             raise ServerStartError(f"no engine core among {', '.join(names.values()) or 'no process'}")
@@ -114,7 +121,7 @@ class ConfigEdit(Launched):
             return "the supervisor of this project does not run"
         return super().missing(bench)
 
-    def ask(self, bench: ComposedBench) -> None:
+    def ask(self, bench: ComposedBench, before: EngineStatus) -> None:
         bench.edit(lambda before: before + EDITED % next(self._numbers))
 
 
@@ -123,10 +130,15 @@ class SidecarCrash(Composed):
     title = mapped_scenarios.SidecarCrash.title
     description = mapped_scenarios.SidecarCrash.description
     is_start = False
+    times_steps = Launched.times_steps
+    _pid = 0
+
+    def prepare(self, bench: ComposedBench) -> None:
+        super().prepare(bench)
+        self._pid = _pid(bench.project.inside(SIDECAR, "weightkeeper", "status", "--json"))
 
     def interrupt(self, bench: ComposedBench) -> float:
-        status = bench.project.inside(SIDECAR, "weightkeeper", "status", "--json")
-        kill(bench, SIDECAR, _pid(status))
+        kill(bench, SIDECAR, self._pid)
         return time.monotonic()
 
     def ended(self, bench: ComposedBench) -> None:
