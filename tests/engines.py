@@ -27,7 +27,7 @@ PROMPTS = ["The capital of France is", "def write(out):\n    return"]
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 if os.environ.get("WEIGHTKEEPER_TEST_DEVICE") != "cuda":
     QUIET |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-START_SECONDS = 180
+START_SECONDS = 300
 
 
 class Keeper:
@@ -95,7 +95,7 @@ class Keeper:
 
     def until_answers(self) -> Status:
         """The status once there is one."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             try:
                 return self.status()
@@ -123,7 +123,7 @@ class Keeper:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         self.log.close()
         shutil.rmtree(self.dir, ignore_errors=True)
 
@@ -182,7 +182,7 @@ class Prefork:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         self.log.close()
         shutil.rmtree(self.dir, ignore_errors=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-SECONDS = 120
+SECONDS = 240
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from weightkeeper.frames import Channel, Limits
 from weightkeeper.protocol import VERSION, FromKeeper, Hello, Status, StatusRequest, Welcome
 from weightkeeper.sockets import control_path
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 LOADER = f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).with_name('publishing_loader.py')))}"
 
 

@@ -42,7 +42,7 @@ class Standin:
         command = [sys.executable, str(STANDIN), "serve", "--config", str(config)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self.is_healthy():
             assert time.monotonic() < deadline, "the stand-in does not answer"
             time.sleep(0.02)

@@ -39,7 +39,7 @@ from weightkeeper.launcher.messages import EngineStatus
 
 pytestmark = pytest.mark.vllm
 
-SECONDS = 120
+SECONDS = 240
 RELOADS = 20
 STEADY = 16
 """Equal looks, a tenth of a second apart, at what an engine holds; the launcher looks every half second."""

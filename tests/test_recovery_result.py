@@ -36,7 +36,7 @@ def run(name: str, *samples: Sample, machine: str = "a processor", **more) -> Ru
         "format": FORMAT, "id": name, "command": ("weightkeeper",), "started": "2030-01-02T03:04:05Z", "seconds": 60.0,
         "ended": "whole", "rounds": 2, "seed": 0, "baseline": "disk",
         "machine": Machine(machine, 2, 1 << 34, "6.1", "3.11", {"vllm": "0.32"}),
-        "subject": Subject("tiny", 1000, {"max-model-len": 64}, 3, 8),
+        "subject": Subject("tiny", 1000, {"max-model-len": 64}, 3, 8), "skipped": (),
         "scenarios": tuple(Scenario(each, each, "described") for each in scenarios), "samples": samples,
     } | more)  # fmt: skip
 
@@ -116,6 +116,18 @@ def test_a_file_that_is_no_run_is_refused(tmp_path, content, text):
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"run\.json: .*{text}.*; give the JSON of `weightkeeper recovery run`"):
         result.read(file)
+
+
+@pytest.mark.parametrize("name", ["samples", "scenarios", "skipped"])
+def test_a_run_without_what_it_has_measured_is_none(tmp_path, name):
+    """Also one that has measured nothing yet says so; and so does the schema."""
+    file = tmp_path / "run.json"
+    result.write(file, run("1"))
+    whole = json.loads(file.read_bytes())
+    file.write_text(json.dumps({each: value for each, value in whole.items() if each != name}))
+    with pytest.raises(ConfigError, match=f"missing required field `{name}`"):
+        result.read(file)
+    assert name in result.schema()["$defs"]["Run"]["required"]
 
 
 def test_the_schema_describes_every_field():

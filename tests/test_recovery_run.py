@@ -199,10 +199,12 @@ def test_a_scenario_that_fails_is_given_up_and_the_others_go_on(tmp_path, model)
     outcomes = sorted((sample.scenario, sample.outcome) for sample in run.samples)
     assert outcomes == [*[("disk", "right")] * 3, *[("mapped", "failed")] * 2]
     failed = next(sample for sample in run.samples if sample.outcome == "failed")
-    assert failed.message.startswith("/health does not answer after 2 s:")
+    assert failed.message.startswith("/health does not answer after 2 s; --limit SECONDS gives it longer:")
     assert failed.agent.failed > 0 and failed.right_s is None
     (given_up,) = [each for each in run.skipped if each.name == "mapped"]
-    assert given_up.reason == "given up after 2 failures in a row: /health does not answer after 2 s:"
+    assert given_up.reason == (
+        "given up after 2 failures in a row: /health does not answer after 2 s; --limit SECONDS gives it longer:"
+    )
     assert "| mapped   | 0 of 2 | – " in out
     benchmark.assert_nothing_is_left()
 

@@ -16,7 +16,7 @@ from weightkeeper.supervisor import files
 from weightkeeper.supervisor.stop import Stop
 from weightkeeper.supervisor.watch import Timing, Watch
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 """Seconds for anything that has to happen."""
 
 EVENTS = Timing(settle=0.2, bound=3.0, check=3600.0)

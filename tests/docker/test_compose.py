@@ -171,7 +171,7 @@ def test_bad_edit_keeps_the_engine_until_a_right_file_comes_by_rename(project: P
     actions = len(project.history())
     project.engine_yaml.write_text(good + "max-model-len: [512\n")
     line = good.count("\n") + 2
-    until("the fault is said", lambda: f"line {line}" in project.log("supervisor"), 30)
+    until("the fault is said", lambda: f"line {line}" in project.log("supervisor"))
     assert project.server() == engine
     assert "Paris" in project.answer()
     written = project.directory / ".engine.yaml.swp"
@@ -179,7 +179,7 @@ def test_bad_edit_keeps_the_engine_until_a_right_file_comes_by_rename(project: P
     written.rename(project.engine_yaml)
     project.wait_for_new_engine(engine)
     assert project.get("/v1/models")["data"][0]["max_model_len"] == 512
-    until("it is written down", lambda: len(project.history()) == actions + 1, 60)
+    until("it is written down", lambda: len(project.history()) == actions + 1)
     assert "max-model-len 1024 → 512" in project.history()[-1]["cause"]
     assert project.log("supervisor").count(f"line {line}") == 1
     assert project.mapped_bytes() >= MODEL_BYTES
@@ -189,18 +189,18 @@ def test_what_vllm_refuses_leaves_the_engine_serving(project: Project, engine, s
     """An edit that is YAML and no configuration: vLLM's own words in the supervisor's log, the same server goes on."""
     good = project.engine_yaml.read_text()
     project.engine_yaml.write_text(good + "block-size: seventeen\n")
-    until("the refusal is said", lambda: "block-size" in project.launcher()["refusal"], 60)
+    until("the refusal is said", lambda: "block-size" in project.launcher()["refusal"])
     assert "seventeen" in project.log("supervisor")
     loads = project.status()["loads"]
     project.engine_yaml.write_text(good + "max-modell-len: 256\n")
-    until("the refusal is said", lambda: "unrecognized arguments" in project.launcher()["refusal"], 60)
+    until("the refusal is said", lambda: "unrecognized arguments" in project.launcher()["refusal"])
     assert "load, then reload engine: engine.yaml max-modell-len" in project.log("supervisor")
     assert (project.status()["loads"], project.keeper_state()) == (loads, "ready")
     assert project.server() == engine
     assert "Paris" in project.answer()
     actions = len(project.history())
     project.engine_yaml.write_text(good)
-    until("the supervisor has seen it", lambda: "nothing to do: engine.yaml" in project.log("supervisor"), 60)
+    until("the supervisor has seen it", lambda: "nothing to do: engine.yaml" in project.log("supervisor"))
     assert project.server() == engine and len(project.history()) == actions
     assert "Paris" in project.answer()
 
@@ -233,7 +233,7 @@ def test_a_save_in_any_way_is_one_reload(project: Project, engine, sidecar, how:
     actions = len(project.history())
     save(project, how, text.replace(f"max-model-len: {length}", f"max-model-len: {length + 16}"))
     project.wait_for_new_engine(engine)
-    until("it is written down", lambda: len(project.history()) > actions, 60)
+    until("it is written down", lambda: len(project.history()) > actions)
     assert project.server() == (*engine[:2], engine[2] + 1)
     assert project.get("/v1/models")["data"][0]["max_model_len"] == length + 16
     (last,) = project.history()[actions:]
@@ -257,10 +257,10 @@ def test_a_save_that_changes_no_value_does_nothing(project: Project, engine, sid
     text = project.engine_yaml.read_text()
     told, actions = project.log("supervisor").count("nothing to do"), len(project.history())
     project.engine_yaml.write_bytes(change(text).encode())
-    until("it is said", lambda: project.log("supervisor").count("nothing to do") > told, 30)
+    until("it is said", lambda: project.log("supervisor").count("nothing to do") > told)
     assert project.server() == engine and len(project.history()) == actions
     project.engine_yaml.write_text(text)
-    until("it is said again", lambda: project.log("supervisor").count("nothing to do") > told + 1, 30)
+    until("it is said again", lambda: project.log("supervisor").count("nothing to do") > told + 1)
 
 
 def test_noise_beside_an_edit_delays_it_and_repeats_nothing(project: Project, engine, sidecar):
@@ -281,7 +281,7 @@ def test_noise_beside_an_edit_delays_it_and_repeats_nothing(project: Project, en
     finally:
         over.set()
         writer.join()
-    until("it is written down", lambda: len(project.history()) > actions, 60)
+    until("it is written down", lambda: len(project.history()) > actions)
     assert project.server() == (*engine[:2], engine[2] + 1)
     assert [each["action"] for each in project.history()[actions:]] == ["reload"]
 
@@ -325,10 +325,10 @@ def test_killed_keeper_leaves_the_engine_running_and_takes_over_its_old_socket(p
     """G10: the engine computes on; the new keeper takes over the dead socket in one line, and the weights from it."""
     before = project.identity("sidecar")
     project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
-    until("the sidecar was started again", lambda: project.identity("sidecar") != before, 60)
+    until("the sidecar was started again", lambda: project.identity("sidecar") != before)
     assert "Paris" in project.answer()
     until("the keeper is ready again", lambda: project.keeper_state() == "ready")
-    until("the sidecar is healthy", lambda: project.health("sidecar") == "healthy", 60)
+    until("the sidecar is healthy", lambda: project.health("sidecar") == "healthy")
     assert project.server() == engine and "Paris" in project.answer()
     assert project.log("sidecar").count("took over") == 1
     status = project.status()
@@ -340,10 +340,10 @@ def test_keeper_killed_while_loading_is_waited_for(project: Project, engine):
     project.compose("stop", "engine")  # which would give the next keeper the weights
     before = project.identity("sidecar")
     project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
-    until("the keeper loads", lambda: project.identity("sidecar") != before and project.keeper_state() == "loading", 60)
+    until("the keeper loads", lambda: project.identity("sidecar") != before and project.keeper_state() == "loading")
     loading = project.identity("sidecar")
     project.signal("sidecar", "weightkeeper serve", signal.SIGKILL)
-    until("the sidecar was started once more", lambda: project.identity("sidecar") != loading, 60)
+    until("the sidecar was started once more", lambda: project.identity("sidecar") != loading)
     project.compose("start", "engine")
     project.wait_for_new_engine(engine)
     assert project.mapped_bytes() >= MODEL_BYTES
@@ -377,7 +377,7 @@ def test_release_gives_the_memory_back_and_load_brings_it_again(project: Project
     said = project.script("release")
     assert project.keeper_state() == "released"
     assert project.container("engine")["State"]["Running"] is False
-    until("the memory is back", lambda: shared_bytes(project) < MODEL_BYTES // 10, 30)
+    until("the memory is back", lambda: shared_bytes(project) < MODEL_BYTES // 10)
     assert "make load" in said
     project.script("load")
     until("the engine is healthy", lambda: project.health("engine") == "healthy")
@@ -396,7 +396,7 @@ def test_everything_comes_back_by_itself_when_the_docker_engine_restarts(project
     assert {project.identity(service)[0] for service in ("sidecar", "engine", "supervisor")} == ours
     assert project.mapped_bytes() >= MODEL_BYTES
     assert "Paris" in project.answer()
-    until("the supervisor is healthy", lambda: project.health("supervisor") == "healthy", 60)
+    until("the supervisor is healthy", lambda: project.health("supervisor") == "healthy")
 
 
 def test_up_with_another_model_replaces_sidecar_and_engine_once(project: Project, engine, tmp_path: Path):

@@ -117,7 +117,7 @@ def measured(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[r
     ]
     done = subprocess.run(
         [*command, "--out", str(out / "out"), "--json", str(out / "run.json"), "--limit", "60"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return result.read(out / "run.json"), done.stdout
@@ -167,7 +167,7 @@ def test_the_project_is_left_as_it_was_found(measured, project):
     assert {each["Service"]: each["State"] for each in running} == dict.fromkeys(
         ("sidecar", "engine", "supervisor"), "running"
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while json.loads(compose(project, "exec", "-T", "engine", "weightkeeper", "engine-status", "--json"))["state"] != (
         "ready"
     ):

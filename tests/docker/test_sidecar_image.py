@@ -36,7 +36,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_fresh_named_volume_belongs_to_the_service_user(name: str):
     """G11: with user 1000:1000 and a new volume the keeper answers, since the image owns the path."""
     docker("run", "-d", "--name", name, "--user", "1000:1000", "-v", f"{name}:/run/weightkeeper", IMAGE, *SERVE)
-    until("it is healthy", lambda: inspect(name)["State"]["Health"]["Status"] == "healthy", 60)
+    until("it is healthy", lambda: inspect(name)["State"]["Health"]["Status"] == "healthy")
     told = json.loads(docker("exec", name, "weightkeeper", "status", "--json"))
     assert told["state"] == "empty"
     assert docker("exec", name, "stat", "-c", "%u:%g %a", "/run/weightkeeper") == "1000:1000 700\n"

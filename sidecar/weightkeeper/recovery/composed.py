@@ -63,7 +63,9 @@ class ComposedEngine:
                     if status.state == "ready":
                         return min(healthy, monotonic(status.since)) if status.since else healthy
             if time.monotonic() > deadline:
-                raise ServerStartError(f"/health of the engine's container does not answer after {seconds:.0f} s")
+                raise ServerStartError(
+                    f"/health of the engine's container does not answer after {seconds:.0f} s; {engine.LONGER}"
+                )
             time.sleep(LOOK_SECONDS)
 
     def replaced(self, generation: int, seconds: float) -> float:
@@ -75,7 +77,9 @@ class ComposedEngine:
                 if status.generation > generation and status.last_exit is not None:
                     return monotonic(status.last_exit.at)
             if time.monotonic() > deadline:
-                raise ServerStartError(f"the launcher has not replaced its server within {seconds:.0f} s")
+                raise ServerStartError(
+                    f"the launcher has not replaced its server within {seconds:.0f} s; {engine.LONGER}"
+                )
             time.sleep(LOOK_SECONDS)
 
     def phases(self, since: float, healthy: float) -> dict[str, float]:

@@ -20,6 +20,8 @@ POLL_SECONDS = 0.01
 STOP_SECONDS = 15.0
 TAIL_LINES = 25
 
+LONGER = "--limit SECONDS gives it longer"
+
 MARKS = {
     "server imported": r"non-default args",
     "engine core imported": r"Initializing a V1 LLM engine",
@@ -96,7 +98,7 @@ class Engine:
             if self.process.poll() is not None:
                 raise ServerStartError(f"the engine ended with exit code {self.process.returncode}:\n{self.tail()}")
             if time.monotonic() > deadline:
-                raise ServerStartError(f"/health does not answer after {seconds:.0f} s:\n{self.tail()}")
+                raise ServerStartError(f"/health does not answer after {seconds:.0f} s; {LONGER}:\n{self.tail()}")
             time.sleep(POLL_SECONDS)
         return time.monotonic()
 

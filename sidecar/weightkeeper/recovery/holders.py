@@ -17,7 +17,7 @@ from weightkeeper import client
 from weightkeeper.errors import ServerStartError, WeightkeeperError
 from weightkeeper.protocol import Status
 from weightkeeper.recovery import gpu, processes
-from weightkeeper.recovery.engine import PLAIN
+from weightkeeper.recovery.engine import LONGER, PLAIN
 from weightkeeper.recovery.gpu import Gpu
 from weightkeeper.recovery.levels import Levels
 from weightkeeper.recovery.result import Held
@@ -93,7 +93,7 @@ class Holder:
         if self.process.poll() is not None:
             raise ServerStartError(f"{self.name} ended with exit code {self.process.returncode}:\n{self.tail()}")
         if time.monotonic() - self._started > seconds:
-            raise ServerStartError(f"{self.name} is not ready after {seconds:.0f} s:\n{self.tail()}")
+            raise ServerStartError(f"{self.name} is not ready after {seconds:.0f} s; {LONGER}:\n{self.tail()}")
         return False
 
     def is_ready(self) -> bool:

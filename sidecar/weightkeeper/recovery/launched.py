@@ -10,7 +10,7 @@ from pathlib import Path
 from weightkeeper.errors import ServerStartError, WeightkeeperError
 from weightkeeper.launcher import client
 from weightkeeper.launcher.messages import EngineStatus
-from weightkeeper.recovery.engine import Engine
+from weightkeeper.recovery.engine import LONGER, Engine
 
 NAME = "recovery"
 LOOK_SECONDS = 0.005
@@ -77,6 +77,8 @@ class Launched(Engine):
                     raise ServerStartError(f"the launcher has given up: {status.cause}\n{self.tail()}")
                 if status.state == "ready":
                     return healthy
+            if time.monotonic() > deadline:
+                raise ServerStartError(f"the launcher is not ready after {seconds:.0f} s; {LONGER}:\n{self.tail()}")
             time.sleep(LOOK_SECONDS)
 
     def wait_until_good(self) -> None:

@@ -204,9 +204,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     baseline: str
     machine: Machine
     subject: Subject
-    scenarios: tuple[Scenario, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    samples: tuple[Sample, ...] = ()
+    scenarios: tuple[Scenario, ...]
+    skipped: tuple[Skipped, ...]
+    samples: tuple[Sample, ...]
     reference: Verdict | None = None
     control: Control | None = None
     message: str = ""

@@ -234,7 +234,9 @@ class Runner:
                 settings.has_agent,
                 self._bench.savings,
             ),
+            scenarios=(),
             skipped=skipped,
+            samples=(),
         )
 
 
