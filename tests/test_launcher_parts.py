@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keepers import wait_for
 
-from weightkeeper import nvml
+from weightkeeper import engine_config, nvml
 from weightkeeper.errors import ConfigError
 from weightkeeper.launcher import arguments, environment, gpu_memory, health, holders, processes
 from weightkeeper.launcher.address import Address
@@ -355,6 +355,47 @@ def test_slow_reading_does_not_stop_the_launcher(tmp_path, monkeypatch, slow):
 
     anyio.run(run)
     preparer.settle()
+    directory.close()
+
+
+def test_a_plan_that_is_read_once_more_outlives_the_others(tmp_path, monkeypatch):
+    """A server that becomes healthy in that moment has all other plans let go of, but not one that is to be served."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    file = Path(config(tmp_path, "port: 0\nmodel: m\n"))
+    settings = Settings(("--config", str(file)), "e", application="standin_server", prefork=False)
+    directory, reaper, wishes, refusals = PrivateDirectory(), Reaper(), Wishes(), []
+    preparer = Preparer(settings, Templates(settings, reaper), directory, wishes, refusals.append)
+    at_read, real = [], engine_config.parse
+
+    def parse(*args):
+        if at_read:
+            anyio.from_thread.run_sync(at_read.pop(0))
+        return real(*args)
+
+    monkeypatch.setattr(engine_config, "parse", parse)
+
+    async def run() -> None:
+        served = await preparer.first()
+        preparer.settle(served)
+        file.write_text(f"port: {served.listener.at.port}\nhost: 127.0.0.1\nmodel: m\n")
+        at_read.append(lambda: wishes.ask_to_reload("again"))
+        at_read.append(lambda: preparer.settle(served, wishes.plan, served))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(preparer.run)
+            wishes.ask_to_reload("edit")
+            with anyio.fail_after(60):
+                while wishes.plan is None:
+                    reaper.reap()
+                    await anyio.sleep(0.02)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+    assert (at_read, refusals) == ([], [""])
+    name = wishes.plan.arguments[wishes.plan.arguments.index("--config") + 1]
+    assert Path(name).read_text() == file.read_text()
+    assert wishes.plan.listener.is_open
+    preparer.settle()
+    assert not wishes.plan.copy.exists() and not wishes.plan.listener.is_open
     directory.close()
 
 

@@ -61,7 +61,7 @@ class Preparer:
         Raises:
             ConfigError: it cannot be started.
         """
-        plan = await self._checked(await self._read(), "start", is_first=True)
+        plan = self._kept(await self._checked(await self._read(), "start", is_first=True))
         while self._wishes.reloads:
             taken = self._wishes.take_reloads()
             try:
@@ -152,15 +152,20 @@ class Preparer:
         if taken[0].wanted != "serve":
             return await self._answer(taken) or plan
         read = await self._read()
-        return plan if read == plan.configuration else await self._checked(read, "start", is_first=True)
+        if read == plan.configuration:
+            return plan
+        return self._kept(await self._checked(read, "start", is_first=True))
 
     async def _prepare(self, cause: str, taken: list[Reload]) -> Plan:
-        """Read until what was checked is still what is there, so that later requests are answered, too."""
+        """Read until what was checked is still what is there, so that later requests are answered, too.
+
+        Until then the plan is ours alone: `settle` would let go of it when the server that runs becomes healthy.
+        """
         read = await self._read()
         while True:
             plan = await self._checked(read, cause)
             if not self._wishes.has_reading:
-                return plan
+                return self._kept(plan)
             taken += self._wishes.take_reloads()
             try:
                 again = await self._read()
@@ -168,7 +173,7 @@ class Preparer:
                 self._drop(plan)
                 raise
             if again == read:
-                return plan
+                return self._kept(plan)
             self._drop(plan)
             read = again
 
@@ -192,8 +197,11 @@ class Preparer:
             self._forget(source, copy)
             raise
         self._templates.adopt(source, read.arguments, read.environment)
-        self._plans.append(Plan(read, words, copy, listener, cause))
-        return self._plans[-1]
+        return Plan(read, words, copy, listener, cause)
+
+    def _kept(self, plan: Plan) -> Plan:
+        self._plans.append(plan)
+        return plan
 
     async def _passed(
         self, read: Configuration, is_first: bool = False
