@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +18,14 @@ from pathlib import Path
 
 import anyio
 import pytest
-from keepers import descriptors_of, wait_for
+from keepers import DEADLINE_SECONDS, descriptors_of, wait_for
 from launchers import LauncherProcess, launcher
 
 from weightkeeper.errors import ConfigError
 from weightkeeper.launcher import arguments, client, environment, processes, stamp, sweeping
 from weightkeeper.launcher.checking import MAX_REASON_BYTES, cut
 from weightkeeper.launcher.history import EngineHistory
-from weightkeeper.launcher.reaping import Reaper
+from weightkeeper.launcher.reaping import Exit, Reaper
 from weightkeeper.launcher.tree import Tree
 
 BOMB = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
@@ -383,6 +384,34 @@ def test_the_tree_spares_who_has_got_the_pid_of_one_that_ended(monkeypatch, slee
     tree.close()
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.5)
+
+
+def test_a_look_at_a_process_that_is_ending_does_not_hide_its_loss(monkeypatch):
+    """Between the signal and its end it shows no stack, and still runs."""
+    code = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(100)"
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        child = int(server.stdout.readline())
+        tree = Tree(server.pid, stamp.new(), Reaper())
+        time.sleep(1.1)
+        tree.look()
+        table = processes.table()
+        table[child] = dataclasses.replace(table[child], state="R", stack=0)
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "table", lambda: table)
+            assert child in {each.pid for each in tree.look()}
+        os.kill(child, signal.SIGKILL)
+
+        async def death() -> tuple[processes.Process, Exit | None]:
+            with anyio.fail_after(DEADLINE_SECONDS):
+                return await tree.death()
+
+        who, how = anyio.run(death)
+        tree.close()
+        assert (who.pid, how) == (child, Exit(signal=signal.SIGKILL))
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def test_a_zombie_that_the_server_leaves_does_not_have_the_tree_look_without_end():

@@ -33,6 +33,7 @@ class _Member:
     process: Process
     pidfd: int
     forked_since: float = math.inf
+    forked_until: float = 0.0
     seen_at: float = 0.0
 
 
@@ -182,20 +183,24 @@ class Tree:
                 os.kill(process.pid, signal.SIGKILL)
 
     def _see(self, member: _Member, process: Process) -> None:
-        if process.pid == self._server and process.stack:
-            self._stack = process.stack
-        member.process = process if process.is_alive else member.process
+        if not process.is_alive:
+            return
         now = time.monotonic()
-        if process.is_alive:  # a zombie has no stack, and whom we may not look into shows none
-            is_fork = 0 != process.stack == self._stack and process.pid != self._server
-            member.forked_since = min(member.forked_since, now) if is_fork else math.inf
-            member.seen_at = now
+        member.process, member.seen_at = process, now
+        if process.stack == 0:
+            return  # it is ending, or we may not look into it: no word of what it was before
+        if process.pid == self._server:
+            self._stack = process.stack
+        elif process.stack == self._stack:
+            member.forked_since, member.forked_until = min(member.forked_since, now), now
+        else:
+            member.forked_since = math.inf
 
     def _is_loss(self, member: _Member, how: Exit | None) -> bool:
         """The server's own end is seen elsewhere; one with exit code 0 was meant."""
         if member.process.pid == self._server or how == Exit(code=0):
             return False
-        return member.process.pid in self._marked or member.seen_at - member.forked_since >= ESTABLISHED_SECONDS
+        return member.process.pid in self._marked or member.forked_until - member.forked_since >= ESTABLISHED_SECONDS
 
     def _forget(self, pidfd: int) -> None:
         member = self._by_pidfd.pop(pidfd)
