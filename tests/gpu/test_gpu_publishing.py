@@ -25,7 +25,7 @@ SHARE = min(0.9, (8 + 4 * float(GIGABYTES)) * 1e9 / GPU.total_bytes) if GPU else
 """Of the GPU: so little that weights which are counted twice would be more than a tenth of the KV cache."""
 
 MAPPED_LINE = re.compile(r"weightkeeper: (\w+), mapped (\d+) bytes and copied (\d+) in [\d.]+ ms")
-WAITED = "weightkeeper: waiting: the keeper is loading"
+WAITED = f"weightkeeper: waiting{'' if REHEARSING else ' before memory is planned'}: the keeper is loading"
 CAUSE = "weightkeeper: loading from disk for the keeper, code=not_loaded:"
 
 
